@@ -1,0 +1,464 @@
+"""attend: one head. attention: the same function, mapped over heads, groups and batches. And their weights.
+
+A public function checks its arguments, wherever it is called from, and hands them to one jitted core. Below this file
+nothing knows that heads exist.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import _checks, _dense, _dropout, _rules, _visible, biases, masks
+
+_AXES = {
+    "query": ("*B", "T", "N", "H"),
+    "key": ("*B", "S", "K", "H"),
+    "value": ("*B", "S", "K", "D"),
+    "query_positions": ("*B", "T"),
+    "key_positions": ("*B", "S"),
+}
+
+
+def attend(
+    query,
+    key,
+    value,
+    mask=None,
+    bias=None,
+    *,
+    scale=None,
+    softcap=None,
+    sink=None,
+    dropout_rate=0.0,
+    dropout_rng=None,
+    query_positions=None,
+    key_positions=None,
+    empty="zero",
+    method="auto",
+    block_size=None,
+    return_stats=False,
+):
+    """Mixes values, for each query, by how well their keys match it: one head.
+
+    The logits are `scale * query·key`, then the softcap, then + bias, then the mask, then the sink. Axes: T queries,
+    S keys, H features of a query or key, D features of a value. Add heads and batches with `jax.vmap`, or call
+    `attention`.
+
+    Args:
+        query: (T, H), floating.
+        key: (S, H), the dtype of `query`.
+        value: (S, D), the dtype of `query`.
+        mask: a rule from `jattn.masks`, or bool (T, S) with either axis 1; True = may attend. None: all may.
+        bias: a rule from `jattn.biases`, or floating (T, S) with either axis 1, in nats. Where it is -inf, no key
+            is visible.
+        scale: multiplies query·key, 1/sqrt(H) if None. A scalar, may be traced.
+        softcap: bounds the logits, `softcap * tanh(logits / softcap)`, in nats; None for no bound. A scalar.
+        sink: a logit that takes weight and gives nothing, in nats. A scalar, may be traced.
+        dropout_rate: the share of weights that is dropped, 0 to 1.
+        dropout_rng: a random key, needed where `dropout_rate` is not 0. The bits of a pair depend on it and on the
+            pair's two indices alone.
+        query_positions: integers (T,), 0, 1, 2, ... if None.
+        key_positions: integers (S,), likewise.
+        empty: what a query gets that may attend to nothing: "zero", or "raise" for an error.
+        method: "auto" or "dense".
+        block_size: None; for the blockwise engine.
+        return_stats: whether to return `Stats` too.
+
+    Returns:
+        (T, D) in the dtype of `query`; with `return_stats` a pair of it and `Stats`, each (T,). A query that may
+        attend to no key gets zeros and passes back zero. What a query may not attend to is never read. A NaN that
+        it may attend to makes its row NaN.
+
+    Raises:
+        ValueError: a shape disagrees with the axes above, an option has no meaning, or a row is empty under
+            `empty="raise"` (under `checkify` where the mask is traced).
+        TypeError: integer arrays, mixed dtypes, a mask that is not boolean, a bias that is not floating.
+
+    Numerics: logits (nats) and weights in float32, float64 when `query` is.
+
+    Source: Vaswani et al. 2017, equation 1, arXiv:1706.03762.
+
+    Example:
+        >>> attend(jnp.eye(2), jnp.eye(2), jnp.eye(2), masks.causal())[0].tolist()
+        [1.0, 0.0]
+    """
+    return _attend("attend", False, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
+                   dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
+                   key_positions=key_positions, empty=empty, method=method, block_size=block_size,
+                   return_stats=return_stats)  # fmt: skip
+
+
+def attention(
+    query,
+    key,
+    value,
+    mask=None,
+    bias=None,
+    *,
+    scale=None,
+    softcap=None,
+    sink=None,
+    dropout_rate=0.0,
+    dropout_rng=None,
+    query_positions=None,
+    key_positions=None,
+    empty="zero",
+    method="auto",
+    block_size=None,
+    return_stats=False,
+):
+    """Attention with heads and batches: `attend`, mapped.
+
+    Query head n reads key/value head n // G, with G = N // K. Axes: B batch, any number of axes, T queries, S keys,
+    N query heads, K key/value heads, H features of a query or key, D features of a value.
+
+    Args:
+        query: (*B, T, N, H), floating.
+        key: (*B, S, K, H), the dtype of `query`; N is a multiple of K.
+        value: (*B, S, K, D), the dtype of `query`.
+        mask: a rule from `jattn.masks`, or bool (*B, N, T, S) with each axis full or 1; True = may attend. The
+            arrays in a rule may be led by nothing, by (*B) or by (*B, N).
+        bias: a rule from `jattn.biases`, or floating (*B, N, T, S) with each axis full or 1, in nats. The arrays in
+            a rule may be led by nothing, by (N,) or by (*B, N).
+        scale: as in `attend`.
+        softcap: as in `attend`.
+        sink: (N,), as in `attend`.
+        dropout_rate: as in `attend`.
+        dropout_rng: one random key. The head with flat index f, over (*B, N), uses `jax.random.fold_in(key, f)`.
+        query_positions: integers (T,) or (*B, T), 0, 1, 2, ... if None.
+        key_positions: integers (S,) or (*B, S), likewise.
+        empty: as in `attend`.
+        method: as in `attend`.
+        block_size: as in `attend`.
+        return_stats: whether to return `Stats` too.
+
+    Returns:
+        (*B, T, N, D) in the dtype of `query`; with `return_stats` a pair of it and `Stats`, each (*B, T, N).
+
+    Raises:
+        ValueError: as in `attend`, or N is not a multiple of K.
+        TypeError: as in `attend`.
+
+    Numerics: as in `attend`.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762; grouped heads, Ainslie et al. 2023, arXiv:2305.13245.
+
+    Example:
+        >>> x = jnp.ones((2, 5, 4, 8))
+        >>> attention(x, x[:, :, :2], x[:, :, :2], masks.causal()).shape
+        (2, 5, 4, 8)
+    """
+    return _attend("attention", True, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
+                   dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
+                   key_positions=key_positions, empty=empty, method=method, block_size=block_size,
+                   return_stats=return_stats)  # fmt: skip
+
+
+def attention_weights(
+    query,
+    key,
+    mask=None,
+    bias=None,
+    *,
+    rows=None,
+    scale=None,
+    softcap=None,
+    sink=None,
+    query_positions=None,
+    key_positions=None,
+    empty="zero",
+):
+    """The weights that `attention` mixes values with, to look at: T x S of them for each head.
+
+    Args:
+        query: (*B, T, N, H), floating.
+        key: (*B, S, K, H), the dtype of `query`.
+        mask: as in `attention`.
+        bias: as in `attention`.
+        rows: integers (R,): which queries, all if None. May be traced; what is outside 0 ... T - 1 gives NaN then.
+        scale: as in `attention`.
+        softcap: as in `attention`.
+        sink: as in `attention`.
+        query_positions: as in `attention`, for all T queries.
+        key_positions: as in `attention`.
+        empty: as in `attention`.
+
+    Returns:
+        (*B, N, T, S), or (*B, N, R, S), float32 or wider. A row sums to 1, less the weight of the sink, or to 0
+        where the query may attend to nothing.
+
+    Raises:
+        ValueError: as in `attention`, or `rows` is known and outside 0 ... T - 1.
+        TypeError: as in `attention`.
+
+    Example:
+        >>> x = jnp.ones((3, 1, 2))
+        >>> attention_weights(x, x, masks.causal(), rows=jnp.array([1]))[0].tolist()
+        [[0.5, 0.5, 0.0]]
+    """
+    call = _Call("attention_weights", heads=True)
+    call.arrays(query=query, key=key)
+    call.sources(mask, bias)
+    call.numbers(scale, softcap, sink)
+    call.positions(query_positions=query_positions, key_positions=key_positions)
+    call.rows(rows)
+    return call.run(_weights, empty, head_axis=0)
+
+
+def _attend(
+    who, heads, query, key, value, mask, bias, *, scale, softcap, sink, dropout_rate, dropout_rng, query_positions,
+    key_positions, empty, method, block_size, return_stats,
+):  # fmt: skip
+    call = _Call(who, heads)
+    call.arrays(query=query, key=key, value=value)
+    call.sources(mask, bias)
+    call.numbers(scale, softcap, sink)
+    call.positions(query_positions=query_positions, key_positions=key_positions)
+    call.dropout(dropout_rate, dropout_rng)
+    call.method(method, block_size)
+    return call.run(_out_and_stats if return_stats else _out, empty)
+
+
+# Engines, as `_lifted` maps them: the arrays of one head by name, and the sizes of axes that no array may have.
+
+
+def _out(args, T, S):
+    return _dense.attend(**_named(args, T, S), stats=False)[0]
+
+
+def _out_and_stats(args, T, S):
+    return _dense.attend(**_named(args, T, S), stats=True)
+
+
+def _weights(args, T, S):
+    return _dense.weights(**_named(args, T, S))
+
+
+def _empty(args, T, S):
+    named = _named(args, T, S)
+    visible, _ = _dense.visible_pairs(named["mask"], named["bias"], named["pairs"])
+    return ~_dense.alive_rows(visible, named["pairs"])
+
+
+def _named(args, T, S):
+    """The arguments of an engine: what the call leaves out is None, and positions have become pairs."""
+    named = dict.fromkeys(("mask", "bias", "softcap", "sink")) | args
+    positions = named.pop("query_positions", None), named.pop("key_positions", None)
+    if "query" in named:
+        named.setdefault("scale", 1 / math.sqrt(named["query"].shape[1]))
+    if "rows" in named:
+        # A row that is not there is NaN, as everything is that a caller asks to see and that is not a number.
+        rows = named.pop("rows")
+        named["query"] = jnp.take(named["query"], rows, axis=0, mode="fill", fill_value=jnp.nan)
+        return named | {"pairs": _rules.some_rows(rows, S, *positions)}
+    return named | {"pairs": _rules.all_pairs(T, S, *positions)}
+
+
+class _Call:
+    """One call: its arrays by name, checked, and the names of their axes."""
+
+    def __init__(self, who, heads):
+        self.who = who
+        self.heads = heads
+        self.sizes = {}
+        self.args = {}
+        self.axes = {}
+
+    def _axes(self, *axes):
+        return axes if self.heads else tuple(a for a in axes if a[:2] not in ("*B", "N", "N?", "K"))
+
+    def _add(self, what, x, axes):
+        self.args[what] = x
+        self.axes[what] = [axes]
+
+    def arrays(self, **arrays):
+        who = self.who
+        arrays = {what: _checks.array(who, what, x) for what, x in arrays.items()}
+        dtypes = [str(x.dtype) for x in arrays.values()]
+        if len(set(dtypes)) > 1:
+            names = " and ".join(", ".join(arrays).rsplit(", ", 1))
+            raise TypeError(f"{who}: {names} must share one floating dtype, got {', '.join(dtypes)}.")
+        axes = {what: self._axes(*_AXES[what]) for what in arrays}
+        hint = "" if self.heads else "Add heads and batches with jax.vmap, or call attention."
+        for what, x in arrays.items():
+            _checks.floating(who, what, x)
+            _checks.rank(who, what, x, axes[what], at_least=self.heads, hint=hint)
+        query, key = arrays["query"], arrays["key"]
+        *B, N, K = (*query.shape[:-3], query.shape[-2], key.shape[-2]) if self.heads else (1, 1)
+        T, H = query.shape[-3 if self.heads else 0], query.shape[-1]
+        S = key.shape[-3 if self.heads else 0]
+        self.sizes = {"B": tuple(B), "T": T, "S": S, "N": N, "K": K, "H": H, "D": arrays.get("value", query).shape[-1]}
+        if H == 0:
+            raise ValueError(f"{who}: H must be at least 1, got query {_checks.tupled(query.shape)}.")
+        for what, x in arrays.items():
+            _checks.shape(who, what, x, axes[what], self.sizes)
+            self._add(what, x, axes[what])
+        if K == 0 or N % K:
+            raise ValueError(f"{who}: N = {N} query heads is not a multiple of K = {K} key/value heads.")
+
+    def sources(self, mask, bias):
+        if mask is not None:
+            self._source("mask", _as_rule(self.who, "mask", mask, masks.Mask), mask, [("*B?",), ("*B?", "N?")])
+        if bias is not None:
+            self._source("bias", _as_rule(self.who, "bias", bias, biases.Bias), bias, [("N?",), ("*B?", "N?")])
+
+    def _source(self, what, rule, given, leads):
+        if rule is not given:
+            full = self._axes("*B?", "N?", "T?", "S?")
+            wrong_rank = what == "mask" and self.heads and np.ndim(given) != len(_checks.expand(full, self.sizes))
+            hint = "For a [B, S] padding mask pass mask[:, None, None, :] or masks.lengths(key=...)." * wrong_rank
+            _checks.shape(self.who, what, given, full, self.sizes, hint=hint)
+        self.args[what] = rule
+        self.axes[what] = [
+            self._led(name, leaf, core, [(), *leads] if self.heads else [()])
+            for leaf, (name, core) in zip(jax.tree.leaves(rule), rule.leaf_axes(), strict=True)
+        ]
+
+    def _led(self, name, leaf, core, leads):
+        """The axes of a leaf. What leads them is told by their number alone, never by their sizes."""
+        for lead in reversed(leads):
+            if leaf.ndim == len(_checks.expand(lead, self.sizes)) + len(core):
+                _checks.shape(self.who, name, leaf, lead + core, self.sizes)
+                return lead + core
+        choices = " or ".join(_checks.tupled(a.rstrip("?") for a in lead + core) for lead in leads)
+        raise ValueError(f"{self.who}: {name} must be {choices}, got {_checks.tupled(leaf.shape)}.")
+
+    def numbers(self, scale, softcap, sink):
+        for what, x, axes in (("scale", scale, ()), ("softcap", softcap, ()), ("sink", sink, self._axes("N"))):
+            if x is None:
+                continue
+            x = _checks.number(self.who, what, x).astype(_visible.wide(self.args["query"].dtype))
+            _checks.shape(self.who, what, x, axes, self.sizes)
+            self._add(what, _checks.positive(self.who, what, x) if what == "softcap" else x, axes)
+
+    def positions(self, **positions):
+        for what, x in positions.items():
+            if x is None:
+                continue
+            x = _checks.integral(self.who, what, x)
+            axes = self._axes(*_AXES[what])[-1 if x.ndim == 1 else 0 :]
+            _checks.shape(self.who, what, x, axes, self.sizes)
+            self._add(what, x, axes)
+
+    def dropout(self, rate, rng):
+        if _checks.known(rate):
+            if isinstance(rate, bool) or np.ndim(rate) or not 0 <= rate <= 1:
+                raise ValueError(f"{self.who}: dropout_rate must be a number in [0, 1], got {rate}.")
+            if rate == 0:
+                return
+        if rng is None:
+            raise ValueError(f"{self.who}: dropout_rng must be a random key, got None with dropout_rate {rate}.")
+        words = _dropout.words(self.who, rng)
+        if self.heads:
+            heads = (*self.sizes["B"], self.sizes["N"])
+            words = _dropout.folded(words, math.prod(heads)).reshape(*heads, 2)
+        self._add("words", words, (*self._axes("*B", "N"), "words"))
+        self._add("rate", jnp.asarray(rate, np.float32), ())
+
+    def rows(self, rows):
+        if rows is None:
+            return
+        rows = _checks.integral(self.who, "rows", rows)
+        _checks.rank(self.who, "rows", rows, ("R",))
+        T = self.sizes["T"]
+        if _checks.known(rows) and rows.size and not (0 <= np.min(rows) and np.max(rows) < T):
+            raise ValueError(f"{self.who}: rows must be within 0 ... T - 1 = {T - 1}, got {np.asarray(rows).tolist()}.")
+        self._add("rows", rows, ("R",))
+
+    def method(self, method, block_size):
+        _checks.choice(self.who, "method", method, ("auto", "dense", "blockwise", "cudnn"))
+        if method in ("blockwise", "cudnn"):
+            raise ValueError(f"{self.who}: method {method!r} is not there yet. Pass 'auto' or 'dense'.")
+        if block_size is not None:
+            raise ValueError(f"{self.who}: block_size is for method='blockwise', got {block_size} with {method!r}.")
+
+    def run(self, engine, empty, head_axis=1):
+        _checks.choice(self.who, "empty", empty, ("zero", "raise"))
+        refused = None
+        if empty == "raise":
+            sources = ("mask", "bias", "query_positions", "key_positions")
+            seen = {what: x for what, x in self.args.items() if what in sources}
+            if _checks.known(seen):
+                with jax.ensure_compile_time_eval():
+                    _checks.no_empty_rows(self.who, np.asarray(_lifted(seen, engine=_empty, **self._plan(seen))))
+            else:
+                refused = self.who, tuple(seen)
+        return _lifted(self.args, engine=engine, head_axis=head_axis, refused=refused, **self._plan(self.args))
+
+    def _plan(self, args):
+        B, K = self.sizes["B"], self.sizes["K"]
+        levels = {f"B{i}": n for i, n in enumerate(B)} | ({"K": K, "G": self.sizes["N"] // K} if self.heads else {})
+        axes = tuple((what, tuple(_spelled(a, len(B)) for a in self.axes[what])) for what in sorted(args))
+        return {"axes": axes, "levels": tuple(levels.items()), "T": self.sizes["T"], "S": self.sizes["S"]}
+
+
+def _as_rule(who, what, x, kind):
+    module = masks if kind is masks.Mask else biases
+    if isinstance(x, kind):
+        return x
+    if isinstance(x, _rules.Rule):
+        other = "bias" if what == "mask" else "mask"
+        raise TypeError(f"{who}: {what} must be a rule from {module.__name__} or an array, got {x!r}, a {other}.")
+    if callable(x):
+        raise TypeError(f"{who}: {what} must be a rule or an array, got a function. Pass {module.__name__}.rule(fn).")
+    x = _checks.array(who, what, x)
+    if what == "mask":
+        return masks.array(_checks.boolean(who, what, x, masks.NOT_BOOLEAN))
+    return biases.array(_checks.floating(who, what, x, biases.NOT_FLOATING))
+
+
+def _spelled(axes, rank):
+    """("*B", "N", "T") with two batch axes -> ("B0", "B1", "N", "T")."""
+    letters = [axis.rstrip("?") for axis in axes]
+    return tuple(b for letter in letters for b in ([f"B{i}" for i in range(rank)] if letter == "*B" else [letter]))
+
+
+@functools.partial(jax.jit, static_argnames=("engine", "axes", "levels", "T", "S", "head_axis", "refused"))
+def _lifted(args, *, engine, axes, levels, T, S, head_axis=0, refused=None):
+    """`engine` of one head, mapped over `levels`, pairs (axis, size), outermost first; heads go to `head_axis`."""
+    if refused is not None:
+        who, seen = refused
+        own = tuple((what, a) for what, a in axes if what in seen)
+        empty = _lifted({what: args[what] for what in seen}, engine=_empty, axes=own, levels=levels, T=T, S=S)
+        _checks.no_empty_rows(who, empty)
+
+    leaves, structure = jax.tree.flatten(args)
+    names = [letters for _, leaf_axes in axes for letters in leaf_axes]
+    sizes = dict(levels)
+    split = [_split(x, letters, sizes) for x, letters in zip(leaves, names, strict=True)]
+    leaves, names = [x for x, _ in split], [letters for _, letters in split]
+    in_axes = {}
+    for level in sizes:
+        in_axes[level] = [letters.index(level) if level in letters else None for letters in names]
+        names = [tuple(a for a in letters if a != level) for letters in names]
+
+    def lifted(leaves):
+        return engine(jax.tree.unflatten(structure, leaves), T, S)
+
+    # Heads innermost. Where only the empty rows are asked for, there may be nothing to map.
+    for level in reversed(sizes):
+        if any(a is not None for a in in_axes[level]):
+            lifted = jax.vmap(lifted, (in_axes[level],), head_axis if level in "KG" else 0)
+    out = lifted(leaves)
+    if engine is _empty or "G" not in sizes:
+        return out
+    n = len(sizes) - 2 + head_axis
+    return jax.tree.map(lambda x: x.reshape(*x.shape[:n], sizes["K"] * sizes["G"], *x.shape[n + 2 :]), out)
+
+
+def _split(x, letters, levels):
+    """`x` with its heads split into K and G, and without the mapped axes on which it is 1 but the call is not."""
+    shape, out = [], []
+    for n, letter in zip(x.shape, letters, strict=True):
+        if letter == "N":
+            split = {"K": levels["K"], "G": levels["G"]} if n != 1 or levels["K"] * levels["G"] == 1 else {}
+        elif letter in levels and n == 1 and levels[letter] != 1:
+            split = {}
+        else:
+            split = {letter: n}
+        shape += split.values()
+        out += split
+    return x.reshape(shape), tuple(out)

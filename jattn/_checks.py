@@ -1,0 +1,146 @@
+"""The one place that words an error: who, what must hold, in axis letters with this call's sizes, what came."""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+
+def tupled(sizes):
+    """(2, 3) as a reader writes a shape: "(2, 3)", "(2,)", "()"."""
+    sizes = tuple(sizes)
+    return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
+
+
+def expand(axes, sizes):
+    """("*B", "T?", "D") with {"B": (2, 3), "T": 5} -> [2, 3, 5 or 1, anything], as chex writes it."""
+    out = []
+    for axis in axes:
+        letter = axis.rstrip("?")
+        for n in sizes["B"] if letter == "*B" else [sizes.get(letter)]:
+            out.append({n, 1} if axis.endswith("?") and n is not None else n)
+    return out
+
+
+def shape(who, what, x, axes, sizes, *, hint=""):
+    """Asserts that `x` has these axes.
+
+    Args:
+        who: the public function that was called.
+        what: the name of its argument.
+        x: an array.
+        axes: letters, with "*B" for the batch axes, and a "?" behind those that may also be 1: `("*B?", "T", "H")`.
+        sizes: letter -> size; "B" -> tuple of sizes. A letter that is not there may have any size.
+        hint: a sentence that says what to pass instead.
+
+    Raises:
+        ValueError: the shape is another one.
+    """
+    try:
+        chex.assert_shape(x, expand(axes, sizes))
+    except AssertionError:
+        letters = tupled(axis.rstrip("?") for axis in axes)
+        numbers = tupled(letter if n is None else n for letter, n in _full(axes, sizes))
+        must = letters if letters == numbers else f"{letters} = {numbers}"
+        raise _error(ValueError, who, what, must, tupled(np.shape(x)), hint) from None
+
+
+def _full(axes, sizes):
+    letters = [axis.rstrip("?") for axis in axes]
+    return [(letter, n) for letter in letters for n in (sizes["B"] if letter == "*B" else [sizes.get(letter)])]
+
+
+def _error(kind, who, what, must, got, hint=""):
+    return kind(f"{who}: {what} must be {must}, got {got}.{' ' + hint if hint else ''}")
+
+
+def rank(who, what, x, axes, *, at_least=False, hint=""):
+    """Asserts that `x` has as many axes as `axes` names; with `at_least`, "*B" in it stands for any number."""
+    n = len(axes) - ("*B" in axes)
+    try:
+        if at_least:
+            chex.assert_rank(x, set(range(n, max(n, np.ndim(x)) + 1)))
+        else:
+            chex.assert_rank(x, n)
+    except AssertionError:
+        raise _error(ValueError, who, what, tupled(axes), tupled(np.shape(x)), hint) from None
+
+
+def array(who, what, x):
+    """`x` as an array. NumPy arrays stay NumPy, so that their values are known while tracing."""
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise _error(TypeError, who, what, "an array", type(x).__name__) from None
+
+
+def floating(who, what, x, hint=""):
+    """`x` as an array of a floating dtype of 16 bits or more."""
+    x = array(who, what, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        raise _error(TypeError, who, what, "floating", x.dtype, hint)
+    return x
+
+
+def number(who, what, x):
+    """`x` as a floating array, float64 where it was a Python number."""
+    if isinstance(x, int | float) and not isinstance(x, bool):
+        return np.float64(x)
+    x = array(who, what, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
+        raise _error(TypeError, who, what, "a number", x.dtype)
+    return x
+
+
+def integral(who, what, x):
+    """`x` as an int32 array."""
+    x = array(who, what, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise _error(TypeError, who, what, "integers", x.dtype)
+    return x.astype(np.int32)
+
+
+def boolean(who, what, x, hint=""):
+    """`x` as a boolean array."""
+    x = array(who, what, x)
+    if x.dtype != np.bool_:
+        raise _error(TypeError, who, what, "boolean (True = may attend)", x.dtype, hint)
+    return x
+
+
+def choice(who, what, x, options):
+    """`x`, one of `options`."""
+    if x not in options:
+        raise _error(ValueError, who, what, f"one of {', '.join(map(repr, options))}", repr(x))
+    return x
+
+
+def known(*trees):
+    """Whether every array in `trees` has a value now, not only once the program runs."""
+    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trees))
+
+
+def no_empty_rows(who, empty):
+    """The policy `empty="raise"`: now where `empty`, bool of any shape, is known, under checkify where it is traced."""
+    message = f"{who}: a query has no key that it may attend to, and empty='raise'. Pass empty='zero' for zeros."
+    if known(empty):
+        if np.any(empty):
+            raise ValueError(message)
+    else:
+        checkify.check(~jnp.any(empty), message)
+
+
+def positive(who, what, x):
+    """`x`, a finite number > 0: now where it is known, as a NaN and a checkify.debug_check where it is traced."""
+    if known(x):
+        if not (math.isfinite(x) and x > 0):
+            raise _error(ValueError, who, what, "finite and > 0", x, f"Pass None for no {what}.")
+        return x
+    valid = jnp.isfinite(x) & (x > 0)
+    checkify.debug_check(valid.all(), f"{who}: {what} must be finite and > 0.")
+    return jnp.where(valid, x, jnp.nan)

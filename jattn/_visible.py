@@ -1,0 +1,144 @@
+"""Matrix products that read visible pairs only.
+
+Attention needs one trilinear form and its three partial sums, over pairs (t, s) with t a query and s a key:
+
+    sum over visible (t, s) of  w[t, s] * x[t, h] * y[s, h]
+
+`scores` leaves out w, `mix` leaves out x, and the transpose of `mix`, which leaves out y, completes the set: the
+derivatives of each are the other two, of every order and in both modes.
+
+A plain product is wrong here although w is 0 wherever a pair is not visible, because 0 * NaN is NaN. The forward pass
+could be mended with a `where` on its operands. The backward pass could not: there the operand with the NaN in it may
+be the cotangent, and nothing that is linear in a cotangent can ask whether it is finite. So the form is a primitive.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+_SCORES, _MIX, _SPREAD = "th,sh->ts", "ts,sh->th", "ts,th->sh"
+
+
+def scores(query, key, visible):
+    """(T, H), (S, H), bool (T, S) or None -> (T, S): query·key where visible and 0 elsewhere."""
+    return _product(_SCORES, query, key, visible)
+
+
+def mix(weights, value, visible):
+    """(T, S), (S, D), bool (T, S) or None -> (T, D): sums of visible values. `weights` is 0 elsewhere."""
+    return _product(_MIX, weights, value, visible)
+
+
+def wide(dtype):
+    """The dtype of logits, weights and sums for inputs of `dtype`: float32, or float64 for float64."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def precision(dtype):
+    """Accelerators round float32 operands unless told not to; what the caller has configured wins."""
+    configured = jax.config.jax_default_matmul_precision is not None
+    return None if configured or dtype.itemsize < 4 else jax.lax.Precision.HIGHEST
+
+
+def _product(spec, x, y, visible):
+    if visible is None:
+        return jnp.einsum(spec, x, y, precision=precision(x.dtype))
+    return _bind(spec, (), x, y, visible)
+
+
+def _bind(spec, levels, x, y, visible):
+    return _product_p.bind(*_varying_alike(x, y, visible), spec=spec, levels=levels)
+
+
+def _varying_alike(*args):
+    """Inside `shard_map`, operands of one primitive must vary over the same mesh axes."""
+    axes = [frozenset(jax.typeof(x).manual_axis_type.varying) for x in args]
+    union = frozenset().union(*axes)
+    return [
+        jax.lax.pcast(x, tuple(union - own), to="varying") if union - own else x
+        for x, own in zip(args, axes, strict=True)
+    ]
+
+
+def _rank_2(spec, x, y, visible):
+    dot = functools.partial(jnp.einsum, spec, precision=precision(x.dtype))
+    if spec == _SCORES:
+        return jnp.where(visible, dot(x, y), 0)
+    # Cleaned before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it.
+    finite = jnp.isfinite(y)
+    total = dot(x, jnp.where(finite, y, 0))
+    bad = ~finite.all(-1)
+    seen = (visible & bad[None, :]).any(1) if spec == _MIX else (visible & bad[:, None]).any(0)
+    return jnp.where(seen[:, None], jnp.nan, total)
+
+
+# `levels` are the vmaps that the product went through, outermost first: for each, which operands are mapped, always
+# on their leading axis. An operand that is not mapped (keys shared by a group of queries, one mask for all heads)
+# stays unmapped down to XLA.
+def _whole(x, y, visible, *, spec, levels):
+    product = functools.partial(_rank_2, spec)
+    for mapped in reversed(levels):
+        product = jax.vmap(product, [0 if m else None for m in mapped])
+    return product(x, y, visible)
+
+
+def _abstract(x, y, visible, **params):
+    return jax.make_jaxpr(functools.partial(_whole, **params))(x, y, visible).out_avals[0]
+
+
+def _batch(args, axes, *, spec, levels):
+    mapped = tuple(a is not None for a in axes)
+    args = [jnp.moveaxis(x, a, 0) if m else x for x, a, m in zip(args, axes, mapped, strict=True)]
+    return _bind(spec, (mapped, *levels), *args), 0
+
+
+def _jvp(primals, tangents, *, spec, levels):
+    x, y, visible = primals
+    dx, dy, _ = tangents
+    out = _bind(spec, levels, x, y, visible)
+    terms = []
+    if not isinstance(dx, ad.Zero):
+        terms.append(_bind(spec, levels, dx, y, visible))
+    if not isinstance(dy, ad.Zero):
+        terms.append(_bind(spec, levels, x, dy, visible))
+    if not terms:
+        return out, ad.Zero.from_primal_value(out)
+    return out, sum(terms[1:], terms[0])
+
+
+# With respect to (first, second) operand: the form that remains, and whether the cotangent is its first operand.
+_TRANSPOSES = {
+    _SCORES: (lambda ct, key: (_MIX, ct, key), lambda ct, query: (_SPREAD, ct, query)),
+    _MIX: (lambda ct, value: (_SCORES, ct, value), lambda ct, weights: (_SPREAD, weights, ct)),
+    _SPREAD: (lambda ct, value: (_SCORES, value, ct), lambda ct, weights: (_MIX, weights, ct)),
+}
+
+
+def _transpose(ct, x, y, visible, *, spec, levels):
+    first = ad.is_undefined_primal(x)
+    undefined, known = (x, y) if first else (y, x)
+    if isinstance(ct, ad.Zero):
+        out = ad.Zero(undefined.aval)
+    else:
+        into, a, b = _TRANSPOSES[spec][0 if first else 1](ct, known)
+        ct_first = a is ct
+        inner = tuple(
+            (True, m[1 if first else 0], m[2]) if ct_first else (m[1 if first else 0], True, m[2]) for m in levels
+        )
+        out = _bind(into, inner, a, b, visible)
+        unmapped = tuple(i for i, m in enumerate(levels) if not m[0 if first else 1])
+        out = out.sum(unmapped) if unmapped else out
+    return (out, None, None) if first else (None, out, None)
+
+
+_product_p = Primitive("visible_product")
+_product_p.def_impl(jax.jit(_whole, static_argnames=("spec", "levels")))
+_product_p.def_abstract_eval(_abstract)
+batching.primitive_batchers[_product_p] = _batch
+ad.primitive_jvps[_product_p] = _jvp
+ad.primitive_transposes[_product_p] = _transpose
+mlir.register_lowering(_product_p, mlir.lower_fun(_whole, multiple_results=False))

@@ -1,0 +1,34 @@
+"""Strict JAX for every test, the engines that the battery runs against, and one tolerance table."""
+
+import jax
+import numpy as np
+import pytest
+
+# Whatever these refuse is a decision that the code forgot to write down.
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Keyword arguments of `attend` and `attention`. Another engine is another line; the whole battery then runs on it.
+ENGINES = {
+    "dense": {"method": "dense"},
+}
+
+# Relative to the largest number of the expected result.
+TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return ENGINES[request.param]
+
+
+def assert_close(got, expected, dtype="float64", factor=1.0):
+    """NaN and infinities in the same places, finite numbers within the dtype's tolerance of the result's size."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(got[~finite], expected[~finite])
+    assert np.isfinite(got[finite]).all()
+    size = max(1.0, np.abs(expected[finite]).max(initial=0.0))
+    np.testing.assert_allclose(got[finite], expected[finite], rtol=0, atol=factor * TOLERANCE[str(np.dtype(dtype))] * size)
