@@ -40,6 +40,7 @@ class Row(NamedTuple):
     total: Any
     peak: Any
     logits: Any
+    shifted: Any
     alive: Any
     visible: Any
 
@@ -73,27 +74,41 @@ def rows(query, key, poison, *, mask, bias, scale, softcap, sink, pairs):
 
     # A query that sees nothing is not read either: its product with the scale's tangent would be.
     logits = _visible.scores(jnp.where(alive[:, None], query, 0) * scale, key, visible)
+    # Each term goes through a select before it is added, so that no product is fused with the addition: see `below`.
     if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+        logits = seen(softcap * jnp.tanh(logits / softcap), 0)
     if tile is not None:
         logits = logits + seen(tile.astype(logits.dtype), 0)
-    if softcap is not None or tile is not None:
-        # XLA may compute a product twice, fused with the subtraction of the peak or not. Where logits are large
-        # the two differ by more than exp can bear.
-        logits = jax.lax.optimization_barrier(logits)
 
-    # Any shift gives the same softmax, so none of its gradient flows through the peak. A visible NaN, +inf, or
-    # nothing but -inf makes the whole row NaN; an empty row is shifted by 0.
+    # A visible NaN, +inf, or nothing but -inf makes the whole row NaN; an empty row is shifted by 0.
     peak = jax.lax.stop_gradient(seen(logits + poison[None, :], -jnp.inf).max(1, initial=-jnp.inf))
-    spoilt = jax.lax.stop_gradient(~jnp.isfinite(query).all(1))
-    top = peak if sink is None else jnp.maximum(peak, jax.lax.stop_gradient(sink))
-    spoilt = alive & (spoilt | ~jnp.isfinite(top) | ~jnp.isfinite(peak))
-    top = jnp.where(spoilt, jnp.nan, jnp.where(jnp.isfinite(top), top, 0))
-    p = seen(jnp.exp(seen(logits - top[:, None], 0)), 0)
+    spoilt = ~jnp.isfinite(peak) | jax.lax.stop_gradient(~jnp.isfinite(query).all(1))
+    top = peak
+    if sink is not None:
+        top = jnp.maximum(peak, jax.lax.stop_gradient(sink))
+        spoilt = spoilt | ~jnp.isfinite(top)
+    top = jnp.where(alive & spoilt, jnp.nan, jnp.where(jnp.isfinite(top), top, 0))
+    shifted = below(seen(logits, 0), top[:, None])
+    p = seen(jnp.exp(shifted), 0)
     total = p.sum(1)
     if sink is not None:
         total = total + jnp.exp(sink - top)
-    return Row(p, total, top, logits, alive, visible)
+    return Row(p, total, top, logits, shifted, alive, visible)
+
+
+@jax.custom_jvp
+def below(logits, peak):
+    """logits - peak, 0 at the peak and never above it. Any shift gives the same softmax: the peak has no derivative.
+
+    XLA may compute `c * tanh(x)` twice, once rounded, for the peak, and once fused with the subtraction, unrounded.
+    Where logits are larger than 2^31 the two differ by more than exp can bear.
+    """
+    return jnp.where(logits == peak, 0, jnp.minimum(logits - peak, 0))
+
+
+@below.defjvp
+def _(primals, tangents):
+    return below(*primals), tangents[0]
 
 
 def attend(query, key, value, *, words=None, rate=None, sink, stats, pairs, **options):
@@ -124,12 +139,12 @@ def statistics(row, sink):
     lse = jnp.where(counted, row.peak + jnp.log(total), -jnp.inf)
     visible = True if row.visible is None else row.visible
 
-    # entropy = -sum w ln w with w = p / total and ln w = (logits - peak) - log(total)
+    # entropy = -sum w ln w with w = p / total and ln w = shifted - log(total)
     def moment(p, logits):
         some = p > 0
         return jnp.where(some, p * jnp.where(some, logits, 0), 0)
 
-    drop = moment(row.p, row.logits - row.peak[:, None]).sum(1)
+    drop = moment(row.p, row.shifted).sum(1)
     if sink is not None:
         drop = drop + moment(jnp.exp(sink - row.peak), sink - row.peak)
     entropy = jnp.where(row.alive, jnp.log(total) - drop / total, 0)
