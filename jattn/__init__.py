@@ -2,7 +2,26 @@
 
 from jattn import biases, masks
 from jattn._attention import attend, attention, attention_weights
-from jattn._dense import Stats
 from jattn._online import merge
+from jattn._rotary import rotary
+from jattn._rows import entropy, log_softmax, logsumexp, naive_softmax, rows_normalised, softmax
+from jattn._tile import Stats
+from jattn.interop.jax_nn import dot_product_attention
 
-__all__ = ["Stats", "attend", "attention", "attention_weights", "biases", "masks", "merge"]
+__all__ = [
+    "Stats",
+    "attend",
+    "attention",
+    "attention_weights",
+    "biases",
+    "dot_product_attention",
+    "entropy",
+    "log_softmax",
+    "logsumexp",
+    "masks",
+    "merge",
+    "naive_softmax",
+    "rotary",
+    "rows_normalised",
+    "softmax",
+]

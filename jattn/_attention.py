@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import _checks, _dense, _dropout, _rules, _visible, biases, masks
+from jattn import _blockwise, _checks, _dense, _dropout, _rules, _tile, _visible, biases, masks
 
 _AXES = {
     "query": ("*B", "T", "N", "H"),
@@ -218,43 +218,49 @@ def _attend(
     call.numbers(scale, softcap, sink)
     call.positions(query_positions=query_positions, key_positions=key_positions)
     call.dropout(dropout_rate, dropout_rng)
-    call.method(method, block_size)
-    return call.run(_out_and_stats if return_stats else _out, empty)
+    block = call.method(method, block_size)
+    return call.run(_out_and_stats if return_stats else _out, empty, block=block)
 
 
 # Engines, as `_lifted` maps them: the arrays of one head by name, and the sizes of axes that no array may have.
 
 
-def _out(args, T, S):
-    return _dense.attend(**_named(args, T, S), stats=False)[0]
-
-
-def _out_and_stats(args, T, S):
-    return _dense.attend(**_named(args, T, S), stats=True)
-
-
-def _weights(args, T, S):
-    return _dense.weights(**_named(args, T, S))
-
-
-def _empty(args, T, S):
-    named = _named(args, T, S)
-    visible, _ = _dense.visible_pairs(named["mask"], named["bias"], named["pairs"])
-    return ~_dense.alive_rows(visible, named["pairs"])
-
-
-def _named(args, T, S):
-    """The arguments of an engine: what the call leaves out is None, and positions have become pairs."""
-    named = dict.fromkeys(("mask", "bias", "softcap", "sink")) | args
-    positions = named.pop("query_positions", None), named.pop("key_positions", None)
-    if "query" in named:
-        named.setdefault("scale", 1 / math.sqrt(named["query"].shape[1]))
-    if "rows" in named:
+def _head(args, T, S):
+    """One head's Inputs and its pairs."""
+    args = dict(args)
+    if "query" not in args:
+        args |= {"query": jnp.zeros((T, 1)), "key": jnp.zeros((S, 1))}
+    args.setdefault("value", None)
+    args.setdefault("scale", np.asarray(1 / math.sqrt(args["query"].shape[1]), _visible.wide(args["query"].dtype)))
+    rows = args.pop("rows", None)
+    if rows is not None:
         # A row that is not there is NaN, as everything is that a caller asks to see and that is not a number.
-        rows = named.pop("rows")
-        named["query"] = jnp.take(named["query"], rows, axis=0, mode="fill", fill_value=jnp.nan)
-        return named | {"pairs": _rules.some_rows(rows, S, *positions)}
-    return named | {"pairs": _rules.all_pairs(T, S, *positions)}
+        args["query"] = jnp.take(args["query"], rows, axis=0, mode="fill", fill_value=jnp.nan)
+    x = _tile.inputs(**args)
+    positions = x.query_positions, x.key_positions
+    return x, _rules.all_pairs(T, S, *positions) if rows is None else _rules.some_rows(rows, S, *positions)
+
+
+def _out(args, T, S, block, stats=False):
+    x, pairs = _head(args, T, S)
+    dtype = args["query"].dtype
+    if block is None or 0 in (T, S):
+        out, found = _dense.attend(x, pairs, dtype, stats)
+    else:
+        out, found = _blockwise.attend(x, dtype, stats, block)
+    return (out, found) if stats else out
+
+
+_out_and_stats = functools.partial(_out, stats=True)
+
+
+def _weights(args, T, S, block):
+    return _dense.weights(*_head(args, T, S))
+
+
+def _empty(args, T, S, block):
+    x, pairs = _head(args, T, S)
+    return ~_tile.some(_tile.visible_pairs(x, pairs)[0], pairs)
 
 
 class _Call:
@@ -276,28 +282,20 @@ class _Call:
 
     def arrays(self, **arrays):
         who = self.who
-        arrays = {what: _checks.array(who, what, x) for what, x in arrays.items()}
-        dtypes = [str(x.dtype) for x in arrays.values()]
-        if len(set(dtypes)) > 1:
-            names = " and ".join(", ".join(arrays).rsplit(", ", 1))
-            raise TypeError(f"{who}: {names} must share one floating dtype, got {', '.join(dtypes)}.")
+        arrays = _checks.one_floating_dtype(who, **arrays)
         axes = {what: self._axes(*_AXES[what]) for what in arrays}
         hint = "" if self.heads else "Add heads and batches with jax.vmap, or call attention."
         for what, x in arrays.items():
-            _checks.floating(who, what, x)
             _checks.rank(who, what, x, axes[what], at_least=self.heads, hint=hint)
         query, key = arrays["query"], arrays["key"]
         *B, N, K = (*query.shape[:-3], query.shape[-2], key.shape[-2]) if self.heads else (1, 1)
         T, H = query.shape[-3 if self.heads else 0], query.shape[-1]
         S = key.shape[-3 if self.heads else 0]
         self.sizes = {"B": tuple(B), "T": T, "S": S, "N": N, "K": K, "H": H, "D": arrays.get("value", query).shape[-1]}
-        if H == 0:
-            raise ValueError(f"{who}: H must be at least 1, got query {_checks.tupled(query.shape)}.")
         for what, x in arrays.items():
             _checks.shape(who, what, x, axes[what], self.sizes)
             self._add(what, x, axes[what])
-        if K == 0 or N % K:
-            raise ValueError(f"{who}: N = {N} query heads is not a multiple of K = {K} key/value heads.")
+        _checks.heads(who, query, self.sizes)
 
     def sources(self, mask, bias):
         if mask is not None:
@@ -369,13 +367,21 @@ class _Call:
         self._add("rows", rows, ("R",))
 
     def method(self, method, block_size):
-        _checks.choice(self.who, "method", method, ("auto", "dense", "blockwise", "cudnn"))
-        if method in ("blockwise", "cudnn"):
-            raise ValueError(f"{self.who}: method {method!r} is not there yet. Pass 'auto' or 'dense'.")
+        """The size of tiles (queries, keys), or None for all at once."""
+        who = self.who
+        _checks.choice(who, "method", method, ("auto", "dense", "blockwise", "cudnn"))
+        if method == "cudnn":
+            raise ValueError(f"{who}: method 'cudnn' is not there yet. Pass 'auto', 'dense' or 'blockwise'.")
         if block_size is not None:
-            raise ValueError(f"{self.who}: block_size is for method='blockwise', got {block_size} with {method!r}.")
+            if method != "blockwise":
+                raise ValueError(f"{who}: block_size is for method='blockwise', got {block_size} with {method!r}.")
+            sizes = tuple(block_size) if isinstance(block_size, tuple | list) else ()
+            if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+                raise ValueError(f"{who}: block_size must be two positive ints, (queries, keys), got {block_size}.")
+            return sizes
+        return (512, 512) if method == "blockwise" else None
 
-    def run(self, engine, empty, head_axis=1):
+    def run(self, engine, empty, head_axis=1, block=None):
         _checks.choice(self.who, "empty", empty, ("zero", "raise"))
         refused = None
         if empty == "raise":
@@ -386,7 +392,8 @@ class _Call:
                     _checks.no_empty_rows(self.who, np.asarray(_lifted(seen, engine=_empty, **self._plan(seen))))
             else:
                 refused = self.who, tuple(seen)
-        return _lifted(self.args, engine=engine, head_axis=head_axis, refused=refused, **self._plan(self.args))
+        how = {"engine": engine, "head_axis": head_axis, "block": block, "refused": refused}
+        return _lifted(self.args, **how, **self._plan(self.args))
 
     def _plan(self, args):
         B, K = self.sizes["B"], self.sizes["K"]
@@ -416,8 +423,8 @@ def _spelled(axes, rank):
     return tuple(b for letter in letters for b in ([f"B{i}" for i in range(rank)] if letter == "*B" else [letter]))
 
 
-@functools.partial(jax.jit, static_argnames=("engine", "axes", "levels", "T", "S", "head_axis", "refused"))
-def _lifted(args, *, engine, axes, levels, T, S, head_axis=0, refused=None):
+@functools.partial(jax.jit, static_argnames=("engine", "axes", "levels", "T", "S", "head_axis", "block", "refused"))
+def _lifted(args, *, engine, axes, levels, T, S, head_axis=0, block=None, refused=None):
     """`engine` of one head, mapped over `levels`, pairs (axis, size), outermost first; heads go to `head_axis`."""
     if refused is not None:
         who, seen = refused
@@ -436,7 +443,7 @@ def _lifted(args, *, engine, axes, levels, T, S, head_axis=0, refused=None):
         names = [tuple(a for a in letters if a != level) for letters in names]
 
     def lifted(leaves):
-        return engine(jax.tree.unflatten(structure, leaves), T, S)
+        return engine(jax.tree.unflatten(structure, leaves), T, S, block)
 
     # Heads innermost. Where only the empty rows are asked for, there may be nothing to map.
     for level in reversed(sizes):

@@ -87,6 +87,25 @@ def floating(who, what, x, hint=""):
     return x
 
 
+def one_floating_dtype(who, **arrays):
+    """`arrays`, by name, as arrays that share one floating dtype."""
+    arrays = {what: array(who, what, x) for what, x in arrays.items()}
+    dtypes = [str(x.dtype) for x in arrays.values()]
+    if len(set(dtypes)) > 1:
+        names = " and ".join(", ".join(arrays).rsplit(", ", 1))
+        raise TypeError(f"{who}: {names} must share one floating dtype, got {', '.join(dtypes)}.")
+    return {what: floating(who, what, x) for what, x in arrays.items()}
+
+
+def heads(who, query, sizes):
+    """Asserts that heads of N queries group over K keys and values, and have features; `query` is whose H it is."""
+    if sizes["H"] == 0:
+        raise ValueError(f"{who}: H must be at least 1, got query {tupled(query.shape)}.")
+    if sizes["K"] == 0 or sizes["N"] % sizes["K"]:
+        N, K = sizes["N"], sizes["K"]
+        raise ValueError(f"{who}: N = {N} query heads is not a multiple of K = {K} key/value heads.")
+
+
 def number(who, what, x):
     """`x` as a floating array, float64 where it was a Python number."""
     if isinstance(x, int | float) and not isinstance(x, bool):
@@ -111,6 +130,16 @@ def boolean(who, what, x, hint=""):
     if x.dtype != np.bool_:
         raise _error(TypeError, who, what, "boolean (True = may attend)", x.dtype, hint)
     return x
+
+
+def axis(who, what, x, axis):
+    """`axis` of the array `x`, counted from the front."""
+    n = np.ndim(x)
+    if not isinstance(axis, int | np.integer):
+        raise _error(TypeError, who, "axis", "an integer", repr(axis))
+    if not -n <= axis < n:
+        raise _error(ValueError, who, "axis", f"one of the {n} axes of {what}, which is {tupled(np.shape(x))}", axis)
+    return int(axis) % n
 
 
 def choice(who, what, x, options):

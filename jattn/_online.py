@@ -1,14 +1,61 @@
 """Partial softmaxes and how they combine.
 
-The attention of one query over a set of keys is (out, lse): the mixed value, and the log of the sum of exponentials
-that divides it. For disjoint sets of keys these combine, and combining is associative: lse adds up as logarithms do,
-out is the mean of the parts' out with weights exp(lse).
+The attention of one query over a set of keys is its largest logit, the peak, with sums of p = exp(logits - peak) and
+of p·value. For disjoint sets of keys these combine, and combining is associative: the sums of the part with the lower
+peak fade by exp(its peak - the common one), and add. `absorb` does so tile by tile, `merge` for whole parts, whose
+(out, lse) is such a state with the sums divided: peak lse, sums 1 and out.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jattn import _checks, _visible
+from jattn import _checks, _dropout, _tile, _visible
+
+
+class State(NamedTuple):
+    """Rows (t,) after some tiles: the peak so far, the sink included, what `_tile.Rows` will hold, and the sums."""
+
+    peak: Any
+    largest: Any
+    ties: Any
+    alive: Any
+    acc: Any
+    total: Any
+    moment: Any
+
+
+def start(x, stats):
+    """The state of rows that have seen no key."""
+    T, D, dtype = x.query.shape[0], x.value.shape[1], x.query.dtype
+    # Made from the inputs, so that inside `shard_map` the state varies over the mesh as they do.
+    zero = _visible.like(jnp.zeros(T, dtype), x)
+    lowest = zero - jnp.inf
+    peak = lowest if x.sink is None else jnp.maximum(lowest, jax.lax.stop_gradient(x.sink))
+    tracked = zero if stats else None
+    return State(peak, lowest, tracked, zero > 0, jnp.zeros((T, D), dtype) + zero[:, None], zero, tracked)
+
+
+def absorb(state, x, pairs, poison):
+    """`state` of a tile's queries, after the tile."""
+    logits, visible = _tile.logits(x, pairs)
+    found = _tile.peaks(logits, visible, pairs.columns(poison, 0))
+    peak, largest = jnp.maximum(state.peak, found), jnp.maximum(state.largest, found)
+    p, shifted = _tile.weights(logits, visible, peak)
+    kept = p if x.words is None else _dropout.dropped(p, x.words, x.rate, pairs)
+    drop = _tile.below(state.peak, peak)
+    fade = jnp.exp(drop)
+    total = state.total * fade + p.sum(1)
+    acc = state.acc * fade[:, None] + _visible.mix(kept, pairs.columns(x.value, 0), visible)
+    ties, moment = state.ties, state.moment
+    if moment is not None:
+        # Before the first key the peak is -inf, and there is nothing to shift.
+        drop = jnp.where(state.total > 0, drop, 0)
+        moment = fade * (moment + state.total * drop) + _tile.moment(p, shifted).sum(1)
+        count = _tile.tied(logits, visible, largest).sum(1).astype(total.dtype)
+        ties = jnp.where(state.largest == largest, ties, 0) + count
+    return State(peak, largest, ties, state.alive | _tile.some(visible, pairs), acc, total, moment)
 
 
 def merge(outs, lses):

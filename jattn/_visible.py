@@ -54,14 +54,19 @@ def _bind(spec, levels, x, y, visible):
     return _product_p.bind(*_varying_alike(x, y, visible), spec=spec, levels=levels)
 
 
+def _mesh_axes(x):
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def like(x, tree):
+    """`x`, varying over the mesh axes that anything in `tree` varies over: what `shard_map` asks of a loop's state."""
+    axes = frozenset().union(*map(_mesh_axes, jax.tree.leaves(tree))) - _mesh_axes(x)
+    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+
 def _varying_alike(*args):
     """Inside `shard_map`, operands of one primitive must vary over the same mesh axes."""
-    axes = [frozenset(jax.typeof(x).manual_axis_type.varying) for x in args]
-    union = frozenset().union(*axes)
-    return [
-        jax.lax.pcast(x, tuple(union - own), to="varying") if union - own else x
-        for x, own in zip(args, axes, strict=True)
-    ]
+    return [like(x, args) for x in args]
 
 
 def _rank_2(spec, x, y, visible):

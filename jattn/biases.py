@@ -1,7 +1,7 @@
 """Bias rules: what is added to the logits, in nats, as a function of positions.
 
 Like mask rules (`jattn.masks`) they are small pytrees, and gradients reach their arrays. In `attention` the axes of a
-leaf may be led by nothing, by (N,) or by (\\*B, N), each of these full or 1.
+leaf may be led by nothing, by (N,) or by (*B, N), each of these full or 1.
 """
 
 import math
@@ -39,9 +39,7 @@ def alibi(slopes):
         if slopes < 1:
             raise ValueError(f"biases.alibi: N must be >= 1, got {slopes}.")
         slopes = np.array(_standard_slopes(slopes), np.float32)
-    elif isinstance(slopes, float):
-        slopes = np.array(slopes, np.float32)
-    return Bias(_ALIBI, {"slopes": _floating("biases.alibi", "slopes", slopes)})
+    return Bias(_ALIBI, {"slopes": _checks.floating("biases.alibi", "slopes", slopes, NOT_FLOATING)})
 
 
 def _standard_slopes(N):
@@ -53,9 +51,9 @@ def _standard_slopes(N):
 
 def _alibi(pairs, slopes):
     distance = jnp.abs(pairs.query_positions - pairs.key_positions)
-    # Distances above 256 are no bfloat16 numbers.
+    # Distances above 256 are no bfloat16 numbers, and distance 0 is 0.0, not -0.0.
     wide = _visible.wide(slopes.dtype)
-    return -slopes.astype(wide) * distance.astype(wide)
+    return slopes.astype(wide) * (-distance).astype(wide)
 
 
 _ALIBI = Kind("alibi", _alibi, (("slopes", ()),))
@@ -65,7 +63,7 @@ def relative(table, buckets=None):
     """One learned number for each distance: table[R + clip(key position - query position, -R, R)].
 
     Args:
-        table: floating (L,), L = 2 R + 1, led by (N,) or (\\*B, N) in `attention`.
+        table: floating (L,), L = 2 R + 1, led by (N,) or (*B, N) in `attention`.
         buckets: None, or a function of key position - query position, integers (t, s), to indices into the table
             (any L; an index outside it gives NaN). Static, by identity.
 
@@ -78,25 +76,27 @@ def relative(table, buckets=None):
         >>> biases.relative(jnp.array([-1.0, 0.0, 1.0])).dense(2, 3).tolist()
         [[0.0, 1.0, 1.0], [-1.0, 0.0, 1.0]]
     """
-    table = _floating("biases.relative", "table", table)
+    table = _checks.floating("biases.relative", "table", table, NOT_FLOATING)
     _checks.rank("biases.relative", "table", table, ("*B", "L"), at_least=True)
     if buckets is None and table.shape[-1] % 2 == 0:
         raise ValueError(f"biases.relative: L = 2 R + 1 must be odd, got {table.shape[-1]}. Pass buckets for others.")
-    if buckets is not None and not callable(buckets):
-        raise TypeError(f"biases.relative: buckets must be a function, got {type(buckets).__name__}.")
+    if buckets is not None:
+        buckets = _rules.function("biases.relative", "buckets", buckets)
     return Bias(_RELATIVE, {"table": table, "buckets": buckets})
 
 
 def _relative(pairs, table, buckets):
+    L = table.shape[0]
     distance = pairs.key_positions - pairs.query_positions
     if buckets is None:
-        R = table.shape[0] // 2
-        index = jnp.clip(distance, -R, R) + R
+        index = jnp.clip(distance, -(L // 2), L // 2) + L // 2
     else:
-        index = _rules.fits("biases.relative", buckets(distance), pairs, np.integer, "integers")
-    # Negative indices would wrap; what is outside the table is shown, as NaN.
-    index = jnp.where(index < 0, table.shape[0], index)
-    return jnp.asarray(table).at[index].get(mode="fill", fill_value=jnp.nan)
+        index = _rules.fits("biases.relative: buckets", buckets(distance), pairs, np.integer, "integers")
+    # A negative index would count from the end; what is outside the table is shown, as NaN.
+    index = jnp.where(index < 0, L, index.astype(np.int32))
+    # Wide, because many pairs read one number, and its gradient is their sum.
+    table = jnp.asarray(table, _visible.wide(table.dtype))
+    return table.at[index].get(mode="fill", fill_value=jnp.nan)
 
 
 _RELATIVE = Kind("relative", _relative, (("table", ("L",)),))
@@ -106,7 +106,7 @@ def array(bias):
     """A bias given as an array.
 
     Args:
-        bias: floating (T, S), each axis full or 1, led by (N,) or (\\*B, N) in `attention`.
+        bias: floating (T, S), each axis full or 1, led by (N,) or (*B, N) in `attention`.
 
     Raises:
         TypeError: `bias` is not floating.
@@ -115,7 +115,7 @@ def array(bias):
         >>> biases.array(jnp.array([[0.0, -1.0]])).dense(2, 2).tolist()
         [[0.0, -1.0], [0.0, -1.0]]
     """
-    bias = _floating("biases.array", "bias", bias)
+    bias = _checks.floating("biases.array", "bias", bias, NOT_FLOATING)
     _checks.rank("biases.array", "bias", bias, ("*B", "T", "S"), at_least=True)
     return Bias(_ARRAY, {"bias": bias})
 
@@ -136,25 +136,19 @@ def rule(fn, *arrays, ranks=()):
         ranks: the rank of each array, for one head; 0 for all if left out. Axes in front of them lead.
 
     Raises:
-        TypeError: `fn` returns no floating array.
-        ValueError: `fn` returns another shape.
+        TypeError: `fn` is no function, cannot be hashed, or returns no floating array.
+        ValueError: `fn` returns another shape, or `ranks` are not those of the arrays.
 
     Example:
-        >>> decay = biases.rule(lambda query, key, rate: -rate * (query - key) ** 2, jnp.float32(0.5))
+        >>> decay = biases.rule(lambda query, key, rate: rate * -((query - key) ** 2), jnp.float32(0.5))
         >>> decay.dense(1, 3).tolist()
         [[0.0, -0.5, -2.0]]
     """
-    if not callable(fn):
-        raise TypeError(f"biases.rule: fn must be a function of positions, got {type(fn).__name__}.")
+    fn = _rules.function("biases.rule", "fn", fn)
     fields, axes = _rules.arrays_with_axes("biases.rule", arrays, ranks)
     return Bias(Kind("rule", _rule, axes), {"fn": fn} | fields)
 
 
 def _rule(pairs, fn, **arrays):
     out = fn(pairs.query_positions, pairs.key_positions, *arrays.values())
-    return _rules.fits("biases.rule", out, pairs, np.floating, "floats; a boolean rule goes in `mask`")
-
-
-def _floating(who, what, x):
-    x = _checks.floating(who, what, x, NOT_FLOATING)
-    return np.asarray(x) if isinstance(x, np.generic) else x
+    return _rules.fits("biases.rule: fn", out, pairs, np.floating, "floats; a boolean rule goes in `mask`")

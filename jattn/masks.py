@@ -3,11 +3,12 @@
 Rules are small pytrees. Python numbers in them are static, part of the program; arrays are leaves, which may be
 traced, batched and mapped. They combine with `&`, `|` and `~`, with each other and with boolean arrays.
 
-In `attention` the axes of a leaf may be led by nothing, by (\\*B) or by (\\*B, N), each of these full or 1.
+In `attention` the axes of a leaf may be led by nothing, by (*B) or by (*B, N), each of these full or 1.
 `causal`, `window`, `prefix` and `rule` see positions. `lengths`, `segments` and `array` see where a token is stored.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jattn import _checks, _rules
@@ -34,39 +35,54 @@ class Mask(Rule):
     def __invert__(self):
         return Mask(_NOT, {"mask": self})
 
+    def bounds(self, tiles, static=False):
+        parts = [x.bounds(tiles, static) for x in self.fields.values() if isinstance(x, Mask)]
+        if self.kind is _NOT:
+            some, every = parts[0]
+            return ~every, ~some
+        if not parts:
+            return super().bounds(tiles, static)
+        (some, every), (some_, every_) = parts
+        return (some & some_, every & every_) if self.kind is _AND else (some | some_, every | every_)
+
     def draw(self, T=None, S=None):
-        """The mask as text, one line a query, ■ = may attend. Sizes default to a few positions."""
-        T, S = (self._interesting(axis) if n is None else n for axis, n in (("T", T), ("S", S)))
-        if not _checks.known(jax.tree.leaves(self)):
-            return f"{self!r}      # traced: no values to draw"
-        if any(x.ndim != len(axes) for x, (_, axes) in zip(jax.tree.leaves(self), self.leaf_axes(), strict=True)):
+        """The mask as text, one line a query, ■ = may attend. Sizes default to a few positions, 32 at most."""
+        unknown = f"{self!r}      # no values to draw"
+        # Transforms fill rules with placeholders, and print them in their errors.
+        leaves = jax.tree.leaves(self, is_leaf=lambda x: x is None)
+        if not all(map(_rules.is_array, leaves)) or not _checks.known(leaves):
+            return unknown
+        axes = [axes for _, axes in self.leaf_axes()]
+        if any(x.ndim != len(own) for x, own in zip(leaves, axes, strict=True)):
             return f"{self!r}      # led by batch or head axes: no single drawing"
+        T, S = (self._interesting(axis) if n is None else n for axis, n in (("T", T), ("S", S)))
         with jax.ensure_compile_time_eval():
-            dense = np.asarray(self.dense(T, S))
-        lines = (" ".join("■" if visible else "·" for visible in row) for row in dense)
+            tile = self(jnp.arange(T), jnp.arange(S))
+        if not _checks.known(tile):
+            return unknown
+        lines = (" ".join("■" if visible else "·" for visible in row) for row in np.asarray(tile))
         return "\n".join([f"{self!r}      # ■ = may attend, on the first positions", *lines])
 
     __str__ = draw
 
     def _interesting(self, axis):
         """How many positions show what the rule does: its arrays' own, else two past its largest number, 4 to 16."""
-        for leaf, (_, axes) in zip(jax.tree.leaves(self), self.leaf_axes(), strict=True):
-            size = dict(zip((a.rstrip("?") for a in axes), leaf.shape, strict=True)).get(axis, 1)
-            if size != 1:
-                return size
-        return min(16, 2 + max([2, *self._numbers()]))
+        pairs = zip(jax.tree.leaves(self), self.leaf_axes(), strict=True)
+        sizes = [(a, n) for x, (_, axes) in pairs for a, n in zip(axes, x.shape, strict=True)]
+        stored = [n for a, n in sizes if a == axis or (a == f"{axis}?" and n != 1)]
+        return min([32, *stored]) if stored else min(16, 2 + max([2, *self._numbers()]))
 
     def _numbers(self):
         for x in self.fields.values():
             if isinstance(x, Mask):
                 yield from x._numbers()
-            elif isinstance(x, int) or (_rules.is_array(x) and x.ndim == 0):
+            elif isinstance(x, int) or (_rules.is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)):
                 yield abs(int(x))
 
     def __repr__(self):
         if self.kind in (_AND, _OR):
             return f"({self.fields['left']!r} {self.kind.name} {self.fields['right']!r})"
-        return f"~{self.fields['mask']!r}" if self.kind is _NOT else super().__repr__()
+        return f"~{self.fields['mask']!r}" if self.kind == _NOT else super().__repr__()
 
 
 def _operand(sign, x):
@@ -101,9 +117,17 @@ def causal(offset=0):
     return Mask(_CAUSAL, {"offset": _rules.integer("masks.causal", "offset", offset)})
 
 
-_CAUSAL = Kind(
-    "causal", lambda pairs, offset: pairs.key_positions <= pairs.query_positions + offset, (("offset", ()),)
-)
+# Positions first: their difference is small, and a size may be as large as an int32.
+def _causal(pairs, offset):
+    return pairs.key_positions - pairs.query_positions <= offset
+
+
+def _causal_bounds(tiles, offset):
+    q, k = tiles.query_positions, tiles.key_positions
+    return k.least - q.greatest <= offset, k.greatest - q.least <= offset
+
+
+_CAUSAL = Kind("causal", _causal, (("offset", ()),), _causal_bounds)
 
 
 def window(left, right):
@@ -124,29 +148,38 @@ def window(left, right):
         · ■ ■ ·
         · · ■ ■
     """
-    sizes = {"left": left, "right": right}
-    return Mask(
-        _WINDOW, {k: _rules.integer("masks.window", k, n, at_least=0, optional=True) for k, n in sizes.items()}
-    )
+    left = _rules.integer("masks.window", "left", left, at_least=0, optional=True)
+    right = _rules.integer("masks.window", "right", right, at_least=0, optional=True)
+    return Mask(_WINDOW, {"left": left, "right": right})
 
 
 def _window(pairs, left, right):
     visible = np.ones((1, 1), np.bool_)
     if left is not None:
-        visible = visible & (pairs.key_positions >= pairs.query_positions - left)
+        visible = visible & (pairs.query_positions - pairs.key_positions <= left)
     if right is not None:
-        visible = visible & (pairs.key_positions <= pairs.query_positions + right)
+        visible = visible & (pairs.key_positions - pairs.query_positions <= right)
     return visible
 
 
-_WINDOW = Kind("window", _window, (("left", ()), ("right", ())))
+def _window_bounds(tiles, left, right):
+    q, k = tiles.query_positions, tiles.key_positions
+    some, every = np.True_, np.True_
+    if left is not None:
+        some, every = some & (q.least - k.greatest <= left), every & (q.greatest - k.least <= left)
+    if right is not None:
+        some, every = some & (k.least - q.greatest <= right), every & (k.greatest - q.least <= right)
+    return some, every
+
+
+_WINDOW = Kind("window", _window, (("left", ()), ("right", ())), _window_bounds)
 
 
 def lengths(key=None, query=None):
     """The first `key` keys, for the first `query` queries: padding at the end of a sequence.
 
     Args:
-        key: how many stored keys are real, None for all. An int, or integers () as an array, led by (\\*B) in
+        key: how many stored keys are real, None for all. An int, or integers () as an array, led by (*B) in
             `attention`.
         query: how many stored queries are real, likewise. The others are empty rows.
 
@@ -161,10 +194,9 @@ def lengths(key=None, query=None):
         ■ ■ · ·
         · · · ·
     """
-    sizes = {"key": key, "query": query}
-    return Mask(
-        _LENGTHS, {k: _rules.integer("masks.lengths", k, n, at_least=0, optional=True) for k, n in sizes.items()}
-    )
+    key = _rules.integer("masks.lengths", "key", key, at_least=0, optional=True)
+    query = _rules.integer("masks.lengths", "query", query, at_least=0, optional=True)
+    return Mask(_LENGTHS, {"key": key, "query": query})
 
 
 def _lengths(pairs, key, query):
@@ -176,16 +208,25 @@ def _lengths(pairs, key, query):
     return visible
 
 
-_LENGTHS = Kind("lengths", _lengths, (("key", ()), ("query", ())))
+def _lengths_bounds(tiles, key, query):
+    some, every = np.True_, np.True_
+    for indices, length in ((tiles.key_indices, key), (tiles.query_indices, query)):
+        if length is not None:
+            some, every = some & (indices.least < length), every & (indices.greatest < length)
+    return some, every
+
+
+_LENGTHS = Kind("lengths", _lengths, (("key", ()), ("query", ())), _lengths_bounds)
 
 
 def segments(query_ids, key_ids=None, padding=None):
     """Keys of the query's own segment: several documents packed in one sequence.
 
     Args:
-        query_ids: integers (T,), led by (\\*B) in `attention`: the segment of each stored query.
+        query_ids: integers (T,), led by (*B) in `attention`: the segment of each stored query.
         key_ids: integers (S,), likewise; None where queries and keys are the same tokens.
-        padding: an id whose tokens see nothing and are seen by nothing, None if there is none.
+        padding: an id whose tokens see nothing and are seen by nothing, None if there is none. An int, or integers ()
+            as an array.
 
     Example:
         >>> print(masks.segments(jnp.array([1, 1, 2, 0]), padding=0))
@@ -209,7 +250,20 @@ def _segments(pairs, query_ids, key_ids, padding):
     return visible if padding is None else visible & (query_ids != padding)
 
 
-_SEGMENTS = Kind("segments", _segments, (("query_ids", ("T",)), ("key_ids", ("S",)), ("padding", ())))
+def _segments_bounds(tiles, query_ids, key_ids, padding):
+    q, k = tiles.of_queries(query_ids), tiles.of_keys(key_ids)
+    some = (q.least <= k.greatest) & (k.least <= q.greatest)
+    every = (q.least == q.greatest) & (k.least == k.greatest) & (q.least == k.least)
+    if padding is not None:
+        # A tile of padding alone sees nothing; one with some padding in it may.
+        alone = (q.least == padding) & (q.greatest == padding)
+        some, every = some & ~alone, every & ~alone
+    return some, every
+
+
+_SEGMENTS = Kind(
+    "segments", _segments, (("query_ids", ("T",)), ("key_ids", ("S",)), ("padding", ())), _segments_bounds
+)
 
 
 def prefix(length):
@@ -229,14 +283,23 @@ def prefix(length):
     return Mask(_PREFIX, {"length": _rules.integer("masks.prefix", "length", length, at_least=0)})
 
 
-_PREFIX = Kind("prefix", lambda pairs, length: pairs.key_positions < length, (("length", ()),))
+def _prefix(pairs, length):
+    return pairs.key_positions < length
+
+
+def _prefix_bounds(tiles, length):
+    k = tiles.key_positions
+    return k.least < length, k.greatest < length
+
+
+_PREFIX = Kind("prefix", _prefix, (("length", ()),), _prefix_bounds)
 
 
 def array(mask):
     """A mask given as an array, to be combined with rules.
 
     Args:
-        mask: bool (T, S), each axis full or 1, led by (\\*B) or (\\*B, N) in `attention`.
+        mask: bool (T, S), each axis full or 1, led by (*B) or (*B, N) in `attention`.
 
     Raises:
         TypeError: `mask` is not boolean.
@@ -245,6 +308,9 @@ def array(mask):
         >>> print(masks.array(jnp.array([[True, False, True]])) & masks.causal())
         (array(mask=bool[1,3]) & causal(offset=0))      # ■ = may attend, on the first positions
         ■ · ·
+        ■ · ·
+        ■ · ■
+        ■ · ■
     """
     mask = _checks.boolean("masks.array", "mask", mask, NOT_BOOLEAN)
     _checks.rank("masks.array", "mask", mask, ("*B", "T", "S"), at_least=True)
@@ -253,7 +319,15 @@ def array(mask):
 
 NOT_BOOLEAN = "Scores that are added go in `bias`; for a 0/1 mask pass `mask != 0`."
 
-_ARRAY = Kind("array", lambda pairs, mask: pairs.columns(pairs.rows(mask, 0), 1), (("mask", ("T?", "S?")),))
+def _array(pairs, mask):
+    return pairs.columns(pairs.rows(mask, 0), 1)
+
+
+def _array_bounds(tiles, mask):
+    return tiles.reduced(mask, jnp.any), tiles.reduced(mask, jnp.all)
+
+
+_ARRAY = Kind("array", _array, (("mask", ("T?", "S?")),), _array_bounds)
 
 
 def rule(fn, *arrays, ranks=()):
@@ -266,8 +340,8 @@ def rule(fn, *arrays, ranks=()):
         ranks: the rank of each array, for one head; 0 for all if left out. Axes in front of them lead.
 
     Raises:
-        TypeError: `fn` returns no boolean array.
-        ValueError: `fn` returns another shape.
+        TypeError: `fn` is no function, cannot be hashed, or returns no boolean array.
+        ValueError: `fn` returns another shape, or `ranks` are not those of the arrays.
 
     Example:
         >>> print(masks.rule(lambda query, key: (query - key) % 2 == 0))
@@ -277,12 +351,11 @@ def rule(fn, *arrays, ranks=()):
         ■ · ■ ·
         · ■ · ■
     """
-    if not callable(fn):
-        raise TypeError(f"masks.rule: fn must be a function of positions, got {type(fn).__name__}.")
+    fn = _rules.function("masks.rule", "fn", fn)
     fields, axes = _rules.arrays_with_axes("masks.rule", arrays, ranks)
     return Mask(Kind("rule", _rule, axes), {"fn": fn} | fields)
 
 
 def _rule(pairs, fn, **arrays):
     out = fn(pairs.query_positions, pairs.key_positions, *arrays.values())
-    return _rules.fits("masks.rule", out, pairs, np.bool_, "a boolean array (True = may attend)")
+    return _rules.fits("masks.rule: fn", out, pairs, np.bool_, "a boolean array (True = may attend)")

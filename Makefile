@@ -1,0 +1,53 @@
+# Everything works on a machine with Python >= 3.11 and make alone; the first target that needs it makes $(VENV).
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+ARGS ?=
+
+# Build backends are pinned too; newer pips read the second name for those.
+export PIP_CONSTRAINT := .constraints.txt
+export PIP_BUILD_CONSTRAINT := .constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test lint check wheel clean again
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo 'PYTHON=/path/to/python chooses the Python, VENV=folder the environment, ARGS="..." goes to pytest or the demo.'
+
+demo: $(READY)  ## run a real decoder on jattn and check it against its own tracer
+	@$(BIN)/python -m jattn $(ARGS)
+
+test: $(READY)  ## run the tests and the examples in the docstrings
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+
+lint: $(READY)  ## run ruff and pyright
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m pyright --pythonpath $(BIN)/python
+
+check: lint test  ## everything a change must pass
+
+wheel: $(READY)  ## build the wheel into dist and import it in an empty environment
+	rm -rf dist
+	$(BIN)/python -m build --wheel
+	$(BIN)/python -m venv --clear $(VENV)/empty
+	$(VENV)/empty/bin/python -m pip install --quiet dist/*.whl
+	cd $(VENV)/empty && bin/python -c "import jattn; print('imported from', jattn.__file__)"
+
+clean:  ## remove the environments and everything built
+	rm -rf .venv* dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# A PYTHON that the caller names remakes an environment made with another one.
+ifneq ($(PYTHON),)
+ifneq ($(PYTHON),$(shell cat $(READY) 2>/dev/null))
+$(READY): again
+endif
+endif
+
+$(READY): pyproject.toml .constraints.txt
+	@python="$(PYTHON)"; python=$${python:-$$(sh .ci/python)} && \
+	echo "Making $(VENV) with $$python: once, a minute or two." && \
+	"$$python" -m venv --clear $(VENV) && \
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' && \
+	echo "$$python" > $@

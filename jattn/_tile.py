@@ -1,0 +1,225 @@
+"""The mathematics of attention, on one tile of queries x keys of one head.
+
+With `visible` what mask and bias allow, and everything in nats,
+
+    logits = softcap(scale * query·key) + bias
+    p      = exp(logits - peak) where visible, else 0         peak = the largest visible logit of the row, or the sink
+    total  = sum of p over the keys, + exp(sink - peak)
+    out    = p @ value / total                                lse = peak + log(total)
+
+An engine finds each row's peak, in any way; no derivative flows through it, since any shift gives the same softmax.
+With the peaks fixed, everything else is a sum over tiles of `sums`, and so is its derivative. JAX derives `sums`, and
+is right at the edges because every step is: what is not visible is replaced before it is used, never after, and the
+products come from `_visible`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jattn import _dropout, _visible
+
+
+class Inputs(NamedTuple):
+    """One head: query (T, H) times scale, key (S, H), value (S, D) or None, all float32 or wider; and the options."""
+
+    query: Any
+    key: Any
+    value: Any
+    mask: Any = None
+    bias: Any = None
+    softcap: Any = None
+    sink: Any = None
+    words: Any = None
+    rate: Any = None
+    query_positions: Any = None
+    key_positions: Any = None
+
+
+class Rows(NamedTuple):
+    """What is known of each row before its sums, (T,) each. No derivative flows through any of it.
+
+    `peak` is what logits are shifted by: 0 for an empty row, NaN for a row that sees something that is no number.
+    `ties` keys share the row's largest logit, the sink aside.
+    """
+
+    peak: Any
+    largest: Any
+    ties: Any
+    alive: Any
+
+
+class Sums(NamedTuple):
+    """Sums over keys of p·value (T, D), p, p·(logits - peak), and 0 with the largest logit's derivative, (T,)."""
+
+    acc: Any
+    total: Any
+    moment: Any
+    rise: Any
+
+
+class Stats(NamedTuple):
+    """What a row of attention looked like, float32 or wider, (T,) or (*B, T, N).
+
+    Attributes:
+        lse: log of the sum of exp(logits), sink included, in nats; -inf for an empty row.
+        max_logit: the largest logit of a key, in nats; -inf for an empty row.
+        entropy: of the weights, sink included, in nats: 0 for one key, log(n) for n equal ones.
+    """
+
+    lse: Any
+    max_logit: Any
+    entropy: Any
+
+
+@jax.custom_jvp
+def scaled(query, scale):
+    """query * scale."""
+    return query * scale
+
+
+@scaled.defjvp
+def _(primals, tangents):
+    query, scale = primals
+    d_query, d_scale = tangents
+    # The scale is shared by all rows: one that is empty must not reach its derivative, even if its query is NaN. A NaN
+    # in a row that is not empty reaches it through the row's cotangent.
+    return scaled(query, scale), d_query * scale + jnp.where(jnp.isfinite(query), query, 0) * d_scale
+
+
+def inputs(query, key, value, *, scale, **options):
+    """Inputs, from arrays of any dtype."""
+    wide = [None if x is None else x.astype(_visible.wide(x.dtype)) for x in (query, key, value)]
+    return Inputs(scaled(wide[0], scale), *wide[1:], **options)
+
+
+def spoils(*arrays):
+    """(n,): NaN where a row of one of the (n, m) arrays holds something that is not finite, 0 elsewhere."""
+    arrays = [jax.lax.stop_gradient(x) for x in arrays if x is not None]
+    finite = jnp.stack([jnp.isfinite(x).all(1) for x in arrays]).all(0)
+    return jnp.where(finite, 0, jnp.nan).astype(arrays[0].dtype)
+
+
+def visible_pairs(x, pairs):
+    """bool (t, s), or None where all is visible; and the tile of the bias, or None."""
+    sources = [] if pairs.inside is None else [pairs.inside]
+    if x.mask is not None:
+        sources.append(x.mask.tile(pairs))
+    tile = None if x.bias is None else x.bias.tile(pairs)
+    if tile is not None:
+        # NaN is not -inf: a NaN bias is seen, and shown.
+        sources.append(tile != -jnp.inf)
+    if not sources:
+        return None, None
+    visible = sources[0]
+    for source in sources[1:]:
+        visible = visible & source
+    return jnp.broadcast_to(visible, pairs.shape), tile
+
+
+def some(visible, pairs):
+    """bool (t,): whether a query sees any key."""
+    t, s = pairs.shape
+    return jnp.full(t, s > 0) if visible is None else visible.any(1)
+
+
+def seen(visible, x, other):
+    """x where visible, and `other` elsewhere."""
+    return x if visible is None else jnp.where(visible, x, other)
+
+
+def logits(x, pairs):
+    """(t, s), 0 where not visible; and what is visible, as `visible_pairs`."""
+    visible, tile = visible_pairs(x, pairs)
+    out = _visible.scores(pairs.rows(x.query, 0), pairs.columns(x.key, 0), visible)
+    # Each term goes through a select before it is added, so that no product is fused with the addition: see `below`.
+    if x.softcap is not None:
+        out = seen(visible, x.softcap * jnp.tanh(out / x.softcap), 0)
+    if tile is not None:
+        out = out + seen(visible, tile.astype(out.dtype), 0)
+    return out, visible
+
+
+@jax.custom_jvp
+def below(logits, peak):
+    """logits - peak, 0 at the peak and never above it.
+
+    XLA may compute `c * tanh(x)` twice, once rounded, for the peak, and once fused with the subtraction, unrounded.
+    Where logits are larger than 2^31 the two differ by more than exp can bear.
+    """
+    return jnp.where(logits == peak, 0, jnp.minimum(logits - peak, 0))
+
+
+@below.defjvp
+def _(primals, tangents):
+    return below(*primals), tangents[0]
+
+
+def peaks(logits, visible, poison):
+    """(t,): the largest visible logit, -inf without one, NaN where a visible key is poisoned."""
+    return jax.lax.stop_gradient(seen(visible, logits + poison[None, :], -jnp.inf).max(1, initial=-jnp.inf))
+
+
+def rows(x, largest, ties, alive):
+    """Rows, from the largest visible logit of each row."""
+    top, spoilt = largest, ~jnp.isfinite(largest) | jnp.isnan(spoils(x.query))
+    if x.sink is not None:
+        top = jnp.maximum(top, jax.lax.stop_gradient(x.sink))
+        spoilt = spoilt | ~jnp.isfinite(top)
+    peak = jnp.where(alive & spoilt, jnp.nan, jnp.where(jnp.isfinite(top), top, 0))
+    return Rows(peak, largest, ties, alive)
+
+
+def tied(logits, visible, largest):
+    """bool (t, s): the visible keys whose logit is the largest of the row."""
+    return seen(visible, jax.lax.stop_gradient(logits) == largest[:, None], False)
+
+
+def weights(logits, visible, peak):
+    """p (t, s), and the shifted logits that it is the exponential of, 0 where not visible."""
+    shifted = below(logits, peak[:, None])
+    return seen(visible, jnp.exp(shifted), 0), shifted
+
+
+def sums(x, pairs, logits, visible, rows, stats):
+    """Sums over this tile's keys, with the rows' peaks fixed."""
+    peak, largest, ties, _ = jax.tree.map(lambda y: pairs.rows(y, 0), rows)
+    p, shifted = weights(logits, visible, peak)
+    kept = p if x.words is None else _dropout.dropped(p, x.words, x.rate, pairs)
+    acc = _visible.mix(kept, pairs.columns(x.value, 0), visible)
+    if not stats:
+        return Sums(acc, p.sum(1), None, None)
+    rise = jnp.where(tied(logits, visible, largest), logits - jax.lax.stop_gradient(logits), 0).sum(1) / ties
+    return Sums(acc, p.sum(1), moment(p, shifted).sum(1), rise)
+
+
+def moment(p, shifted):
+    """p * ln p, with 0 ln 0 = 0, and no derivative there: p is 0 only where exp has no derivative left."""
+    some = p > 0
+    return jnp.where(some, p * jnp.where(some, shifted, 0), 0)
+
+
+def results(x, rows, sums, dtype):
+    """(T, D) in `dtype`, and Stats, or None if the sums were made without."""
+    total = sums.total
+    if x.sink is not None:
+        total = total + jnp.exp(x.sink - rows.peak)
+    alive = rows.alive
+    out = jnp.where(alive[:, None], sums.acc / jnp.where(alive, total, 1)[:, None], 0).astype(dtype)
+    if sums.moment is None:
+        return out, None
+    # A row with a sink and no visible key has that sink for its lse.
+    counted = alive if x.sink is None else alive | (x.sink != -jnp.inf)
+    total = jnp.where(counted, total, 1)
+    lse = jnp.where(counted, rows.peak + jnp.log(total), -jnp.inf)
+    # entropy = -sum w ln w with w = p / total
+    drop = sums.moment
+    if x.sink is not None:
+        drop = drop + moment(jnp.exp(x.sink - rows.peak), x.sink - rows.peak)
+    entropy = jnp.where(alive, jnp.log(total) - drop / total, 0)
+    spoilt = jnp.isnan(rows.peak)
+    # What is added to a spoilt row is NaN in value and derivative.
+    largest = jnp.where(spoilt, jnp.nan, jnp.where(alive, rows.largest, 0))
+    max_logit = jnp.where(alive, largest + jnp.where(spoilt, total, sums.rise), -jnp.inf)
+    return out, Stats(lse, max_logit, entropy)

@@ -1,0 +1,1 @@
+"""Other libraries' ways to call attention, under jattn's contract."""
