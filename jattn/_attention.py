@@ -354,7 +354,7 @@ class _Call:
             heads = (*self.sizes["B"], self.sizes["N"])
             words = _dropout.folded(words, math.prod(heads)).reshape(*heads, 2)
         self._add("words", words, (*self._axes("*B", "N"), "words"))
-        self._add("rate", jnp.asarray(rate, np.float32), ())
+        self._add("rate", jnp.asarray(rate, _visible.wide(self.args["query"].dtype)), ())
 
     def rows(self, rows):
         if rows is None:

@@ -38,7 +38,7 @@ def dropped(p, words, rate, pairs):
     i, j = (jnp.broadcast_to(x.astype(np.uint32), pairs.shape) for x in (pairs.query_indices, pairs.key_indices))
     bits, _ = threefry2x32_p.bind(*(jnp.broadcast_to(w, pairs.shape) for w in words), i, j)
     uniform = (bits >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
-    rate = jax.lax.stop_gradient(rate.astype(np.float32))
+    rate = jax.lax.stop_gradient(rate)
     # Nothing is kept at rate 1, and then there is nothing to scale.
-    kept = jnp.where(rate < 1, 1 / jnp.where(rate < 1, 1 - rate, 1), 0).astype(p.dtype)
-    return jnp.where(uniform >= rate, p * kept, 0)
+    kept = jnp.where(rate < 1, 1 / jnp.where(rate < 1, 1 - rate, 1), 0)
+    return jnp.where(uniform >= rate.astype(np.float32), p * kept, 0)

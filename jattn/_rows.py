@@ -227,10 +227,11 @@ def _parts(x, axis, where):
     lowest = jnp.finfo(x.dtype).min
     peak = jax.lax.stop_gradient(jnp.where(visible, x, lowest)).max(axis, keepdims=True, initial=lowest)
 
-    # `x <= peak` looks redundant. But XLA may compute a caller's `x = y * c` twice, rounded for the peak and fused
-    # here into y * c - peak, unrounded: then no entry is 0 and from 2^31 on all overflow or vanish. It cannot fuse
-    # through a select that it cannot decide. (XLA:CPU drops an optimization_barrier before it fuses, in jax 0.10.)
-    below = jnp.where(visible & (x <= peak), x, peak) - peak
+    # No x is above the peak, and yet the comparison must stay. XLA may compute a caller's `x = y * c` twice: rounded
+    # for the peak, and fused into the subtraction here, unrounded; then no entry is 0, and from 2^31 on all overflow
+    # or vanish. It cannot fuse through a select that it cannot decide. (`~(x > peak)` lets a NaN through, and its
+    # derivatives. An optimization_barrier does nothing under jax 0.10, where XLA:CPU drops it before it fuses.)
+    below = jnp.where(visible & ~(x > peak), x, peak) - peak
     exps = jnp.where(visible, jnp.exp(below), 0)
     total = jnp.where(visible.any(axis, keepdims=True), exps.sum(axis, keepdims=True), 1)
     return visible, peak, below, exps, total

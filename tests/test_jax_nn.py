@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from conftest import assert_close
 
 from jattn import masks
@@ -123,50 +124,55 @@ AGREEMENTS = {
 }
 
 
-def call(name, dtype):
+def call(name, dtype="float32"):
     """Arguments of both functions, its arrays apart, and bool (B, T, N) or (T, N): which queries see a key."""
     sizes, options = AGREEMENTS[name]
     args = dict(zip(("query", "key", "value"), inputs(**sizes, dtype=jnp.dtype(dtype)), strict=True))
     args |= {what: jnp.asarray(x) for what, x in options.items() if what == "bias"}
     options = {what: x for what, x in options.items() if what != "bias"}
-    query, key = args["query"], args["key"]
-    *lead, T, N, _ = query.shape
-    visible = seen((*(lead or (1,)), N, T, key.shape[-3]), **{k: x for k, x in options.items() if k != "scale"})
+    *lead, T, N, _ = args["query"].shape
+    rules = {what: x for what, x in options.items() if what != "scale"}
+    visible = seen((*(lead or (1,)), N, T, args["key"].shape[-3]), **rules)
     return args, options, np.moveaxis(visible.any(-1), 1, 2).reshape(*lead, T, N)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", AGREEMENTS)
-def test_agrees_with_jax_nn_wherever_a_query_sees_a_key(name, dtype):
+def test_agrees_with_jax_nn_wherever_a_query_sees_a_key(name):
+    args, options, alive = call(name)
+    with as_jax_nn_is_written():
+        theirs = np.asarray(jax.nn.dot_product_attention(**args, **options))
+    assert_close(dot_product_attention(**args, **options), np.where(alive[..., None], theirs, 0), "float32")
+
+
+# XLA takes its time for these.
+SOME = (
+    "one key/value head",
+    "a causal window",
+    "a window, T > S",
+    "lengths of queries",
+    "lengths of keys",
+    "a full mask",
+    "a narrower bias",
+    "a bias that hides keys",
+    "no B, with a mask and a bias of rank 3",
+    "everything at once",
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SOME)
+def test_residuals_and_bfloat16_agree_with_jax_nn_too(name, dtype):
     args, options, alive = call(name, dtype)
     out, residual = dot_product_attention(**args, **options, return_residual=True)
     with as_jax_nn_is_written():
         theirs = jax.nn.dot_product_attention(**args, **options, return_residual=True)
     their_out, their_residual = (np.asarray(x, np.float64) for x in theirs)
-    assert out.dtype == args["query"].dtype
+    assert out.dtype == dtype
     assert_close(out, np.where(alive[..., None], their_out, 0), dtype)
     assert_close(residual, np.where(alive, their_residual, -INF), dtype)
 
 
-DERIVATIVES = {
-    "arrays alone": "bfloat16",
-    "one key/value head": "float32",
-    "causal, T > S": "float32",
-    "a window, T > S": "float32",
-    "lengths of queries": "float32",
-    "lengths of keys": "float32",
-    "a full mask": "float32",
-    "a bias of heads and queries": "float32",
-    "a bias of rank 1": "float32",
-    "a narrower bias": "float32",
-    "a bias that hides keys": "float32",
-    "no B, with a mask and a bias of rank 3": "bfloat16",
-    "no B, with lengths": "float32",
-    "everything at once": "float32",
-}
-
-
-@pytest.mark.parametrize("name, dtype", DERIVATIVES.items())
+@pytest.mark.parametrize("name, dtype", [*((name, "float32") for name in SOME), ("everything at once", "bfloat16")])
 def test_gradients_agree_with_jax_nn_too(name, dtype):
     args, options, alive = call(name, dtype)
     cotangent = normal(7, *args["query"].shape).astype(dtype)
@@ -182,3 +188,319 @@ def test_gradients_agree_with_jax_nn_too(name, dtype):
         assert got[what].dtype == x.dtype
         rounded = "bfloat16" if "bfloat16" in (dtype, str(x.dtype)) else "float32"
         assert_close(got[what], theirs[what], rounded, factor=5)
+
+
+def test_one_sequence_may_leave_out_B_in_each_array_for_itself():
+    query, key, value = inputs(lead=(1,))
+    out, residual = dot_product_attention(query, key, value, return_residual=True)
+    for q, k, v in [(query[0], key, value), (query, key[0], value), (query[0], key, value[0])]:
+        got, got_residual = dot_product_attention(q, k, v, return_residual=True)
+        np.testing.assert_array_equal(got, np.reshape(out, q.shape))
+        np.testing.assert_array_equal(got_residual, np.reshape(residual, q.shape[:-1]))
+
+
+def test_has_the_signature_of_jax_nn():
+    ours, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
+        for f in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    assert ours == theirs
+
+
+def test_implementation_xla_is_what_none_is_on_a_processor_and_cudnn_refuses_what_it_cannot_do():
+    args = inputs()
+    np.testing.assert_array_equal(dot_product_attention(*args, implementation="xla"), dot_product_attention(*args))
+    with pytest.raises(ValueError, match="'cudnn'"):
+        dot_product_attention(*args, implementation="cudnn")
+
+
+# Transforms
+
+
+def test_traced_options_are_what_concrete_ones_are():
+    args = inputs()
+    traced = {
+        "mask": drawn(B, 1, 1, S),
+        "scale": np.float32(0.3),
+        "query_seq_lengths": int32(2, 5),
+        "key_value_seq_lengths": int32(6, 3),
+        "local_window_size": (np.int32(2), np.int32(1)),
+    }
+    f = functools.partial(dot_product_attention, is_causal=True)
+    sizes = {"local_window_size": (2, 1)}
+    assert_close(jax.jit(lambda traced: f(*args, **traced))(traced), f(*args, **traced | sizes), "float32")
+
+
+def test_vmap_is_a_loop():
+    query, key, value = normal(1, 3, B, T, N, H), normal(2, B, S, K, H), normal(3, 3, B, S, K, H)
+    mask, lengths = drawn(3, T, S), np.array([[1, 7], [5, 0], [2, 2]], np.int32)
+
+    def f(query, value, mask, lengths):
+        return dot_product_attention(query, key, value, mask=mask, key_value_seq_lengths=lengths, return_residual=True)
+
+    mapped = jax.vmap(f)(query, value, mask, lengths)
+    looped = [f(*args) for args in zip(query, value, mask, lengths, strict=True)]
+    for got, expected in zip(mapped, zip(*looped, strict=True), strict=True):
+        assert_close(got, np.stack(expected), "float32")
+
+
+# Where jattn promises more
+
+
+def outputs_and_gradients(**options):
+    """(query, key, value, bias) -> out, residual, and what ones in place of both pull back."""
+
+    @jax.jit
+    def f(*args):
+        def call(*args):
+            return dot_product_attention(*args, **options, return_residual=True)
+
+        out, pull = jax.vjp(call, *args)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    return f
+
+
+def test_a_query_that_sees_nothing_gets_zeros_and_passes_back_zero():
+    query, key, value = inputs()
+    mask = np.arange(T)[:, None] != 2
+    (out, residual), gradients = outputs_and_gradients(mask=mask)(query, key, value)
+    assert (out[:, 2] == 0).all() and (out[:, 1] != 0).all()
+    assert np.isneginf(residual[:, 2]).all() and np.isfinite(residual[:, 1]).all()
+    assert (gradients[0][:, 2] == 0).all()
+    others = np.delete(query, 2, 1)
+    for got, expected in zip(gradients[1:], outputs_and_gradients()(others, key, value)[1][1:], strict=True):
+        assert_close(got, expected, "float32")
+    with as_jax_nn_is_written():
+        theirs = jax.nn.dot_product_attention(query, key, value, mask=mask)
+    assert_close(theirs[:, 2], np.repeat(value.mean(1), N // K, 1), "float32")
+
+
+HIDDEN = {
+    "by lengths": {"query_seq_lengths": int32(2, 5), "key_value_seq_lengths": int32(4, 0)},
+    "by a causal window": {"is_causal": True, "local_window_size": 2},
+    "by a mask and a bias": {"mask": drawn(B, 1, T, 1), "bias": with_holes(np.zeros((1, 1, 1, S), np.float32))},
+}
+
+
+@pytest.mark.parametrize("options", HIDDEN.values(), ids=HIDDEN)
+def test_what_is_not_seen_is_never_read(options):
+    options = dict(options)
+    bias = options.pop("bias", np.zeros((1, 1, 1, S), np.float32))
+    visible = seen((B, N, T, S), **options) & (bias > -INF)
+    no_query, no_key = ~visible.any((1, 3)), ~visible.any((1, 2))
+    assert no_query.any() or no_key.any()
+    query, key, value = inputs()
+    f = outputs_and_gradients(**options)
+    clean = f(query, key, value, bias)
+    dirty = f(
+        np.where(no_query[:, :, None, None], NAN, query).astype(np.float32),
+        np.where(no_key[:, :, None, None], NAN, key).astype(np.float32),
+        np.where(no_key[:, :, None, None], -INF, value).astype(np.float32),
+        bias,
+    )
+    for got, expected in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
+        assert not np.isnan(expected).any()
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_nan_that_is_seen_spoils_the_whole_row():
+    query, key, value = inputs()
+    value[0, 2, 1, 0] = NAN
+    out, residual = dot_product_attention(query, key, value, is_causal=True, return_residual=True)
+    spoilt = np.zeros((B, T, N), bool)
+    spoilt[0, 2:, 2:4] = True
+    np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(spoilt[..., None], out.shape))
+    np.testing.assert_array_equal(np.isnan(residual), spoilt)
+
+
+def reference(query, key, value):
+    """Weights (B, T, N, S), output and residual, in NumPy and float64."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    logits = np.einsum("btnh,bsnh->btns", query, np.repeat(key, N // K, 2)) / np.sqrt(H)
+    weights = scipy.special.softmax(logits, -1)
+    out = np.einsum("btns,bsnd->btnd", weights, np.repeat(value, N // K, 2))
+    return weights, out, scipy.special.logsumexp(logits, -1)
+
+
+@pytest.mark.parametrize("dtype, wide", [("float64", "float64"), ("float16", "float32"), ("bfloat16", "float32")])
+def test_the_residual_is_never_rounded_and_float64_stays_float64(dtype, wide):
+    args = inputs(dtype=jnp.dtype(dtype))
+    out, residual = dot_product_attention(*args, return_residual=True)
+    _, expected, lse = reference(*args)
+    assert (out.dtype, residual.dtype) == (dtype, wide)
+    assert_close(out, expected, dtype, factor=10)
+    assert_close(residual, lse, wide, factor=10)
+
+
+def test_the_residual_has_derivatives():
+    query, key, value = inputs()
+
+    def total(query, f):
+        return f(query, key, value, return_residual=True)[1].sum()
+
+    weights, _, _ = reference(query, key, value)
+    expected = np.einsum("btns,bsnh->btnh", weights, np.repeat(key, N // K, 2)) / np.sqrt(H)
+    assert_close(jax.grad(total)(query, dot_product_attention), expected, "float32", factor=10)
+    with as_jax_nn_is_written():
+        assert (jax.grad(total)(query, jax.nn.dot_product_attention) == 0).all()
+
+
+def test_values_may_have_other_features_than_keys():
+    query, key, value = inputs()
+    got = dot_product_attention(query, key, value[..., :3])
+    assert_close(got, dot_product_attention(query, key, value)[..., :3], "float32")
+
+
+@pytest.mark.parametrize("lengths", [np.array([2, 4]), np.array([2, 4], np.uint8), [2, 4]], ids=["int64", "uint8", "list"])
+def test_lengths_may_be_any_integers(lengths):
+    options = ("query_seq_lengths", "key_value_seq_lengths")
+    got, expected = (
+        dot_product_attention(*inputs(), **dict.fromkeys(options, x)) for x in (lengths, int32(2, 4))
+    )
+    np.testing.assert_array_equal(got, expected)
+
+
+# Errors: what is changed in a call, what is raised
+
+ERRORS = {
+    "integers": (
+        lambda q, k, v: {"query": q.astype(int), "key": k.astype(int), "value": v.astype(int)},
+        TypeError,
+        "query must be floating, got int64.",
+    ),
+    "a mix of dtypes": (
+        lambda q, k, v: {"key": k.astype(np.float64)},
+        TypeError,
+        "query, key and value must share one floating dtype, got float32, float64, float32.",
+    ),
+    "a query of rank 2": (
+        lambda q, k, v: {"query": q[0, 0]},
+        ValueError,
+        "query must be (B, T, N, H), got (6, 4).",
+    ),
+    "a query of rank 5": (
+        lambda q, k, v: {"query": q[None]},
+        ValueError,
+        "query must be (B, T, N, H), got (1, 2, 5, 6, 4).",
+    ),
+    "one sequence of keys for two of queries": (
+        lambda q, k, v: {"key": k[0]},
+        ValueError,
+        "key must be (B, S, K, H) = (2, S, K, 4), got (7, 3, 4).",
+    ),
+    "keys with other features": (
+        lambda q, k, v: {"key": k[..., :3]},
+        ValueError,
+        "key must be (B, S, K, H) = (2, S, K, 4), got (2, 7, 3, 3).",
+    ),
+    "fewer values than keys": (
+        lambda q, k, v: {"value": v[:, 1:]},
+        ValueError,
+        "value must be (B, S, K, D) = (2, 7, 3, D), got (2, 6, 3, 4).",
+    ),
+    "heads that do not group": (
+        lambda q, k, v: {"query": q[:, :, :5]},
+        ValueError,
+        "N = 5 query heads is not a multiple of K = 3 key/value heads.",
+    ),
+    "no features": (
+        lambda q, k, v: {"query": q[..., :0], "key": k[..., :0]},
+        ValueError,
+        "H must be at least 1, got query (2, 5, 6, 0).",
+    ),
+    "a float mask": (
+        lambda q, k, v: {"mask": np.ones((T, S))},
+        TypeError,
+        "mask must be boolean (True = may attend), got float64. Scores that are added go in `bias`; for a 0/1 mask "
+        "pass `mask != 0`.",
+    ),
+    "a rule": (
+        lambda q, k, v: {"mask": masks.causal()},
+        TypeError,
+        "mask must be an array, got Mask.",
+    ),
+    "a padding mask of rank 2": (
+        lambda q, k, v: {"mask": np.ones((B, S), bool)},
+        ValueError,
+        "mask must be (T, S) = (5, 7), got (2, 7). For a [B, S] padding mask pass mask[:, None, None, :] or "
+        "key_value_seq_lengths.",
+    ),
+    "a mask with the heads of the keys": (
+        lambda q, k, v: {"mask": np.ones((K, T, S), bool)},
+        ValueError,
+        "mask must be (N, T, S) = (6, 5, 7), got (3, 5, 7).",
+    ),
+    "a mask that is larger than the logits": (
+        lambda q, k, v: {"query": q[:, :1], "mask": np.ones((1, 1, T, S), bool)},
+        ValueError,
+        "mask must be (B, N, T, S) = (2, 6, 1, 7), got (1, 1, 5, 7).",
+    ),
+    "a mask of rank 5": (
+        lambda q, k, v: {"mask": np.ones((1, 1, 1, T, S), bool)},
+        ValueError,
+        "mask must be (B, N, T, S) = (2, 6, 5, 7), got (1, 1, 1, 5, 7).",
+    ),
+    "a boolean bias": (
+        lambda q, k, v: {"bias": np.ones((T, S), bool)},
+        TypeError,
+        "bias must be floating, got bool. A boolean mask goes in `mask`.",
+    ),
+    "a bias of another shape": (
+        lambda q, k, v: {"bias": np.ones((B, 1, S, T))},
+        ValueError,
+        "bias must be (B, N, T, S) = (2, 6, 5, 7), got (2, 1, 7, 5).",
+    ),
+    "a scale per head": (
+        lambda q, k, v: {"scale": np.ones(N)},
+        ValueError,
+        "scale must be (), got (6,).",
+    ),
+    "a length for all": (
+        lambda q, k, v: {"query_seq_lengths": 3},
+        ValueError,
+        "query_seq_lengths must be (B,) = (2,), got ().",
+    ),
+    "float lengths": (
+        lambda q, k, v: {"key_value_seq_lengths": np.ones(B)},
+        TypeError,
+        "key_value_seq_lengths must be integers, got float64.",
+    ),
+    "a negative length": (
+        lambda q, k, v: {"key_value_seq_lengths": int32(3, -1)},
+        ValueError,
+        "key_value_seq_lengths must be >= 0, got -1.",
+    ),
+    "a negative window": (
+        lambda q, k, v: {"local_window_size": (-1, 3)},
+        ValueError,
+        "local_window_size must be >= 0, got -1.",
+    ),
+    "a window of three sizes": (
+        lambda q, k, v: {"local_window_size": (1, 2, 3)},
+        ValueError,
+        "local_window_size must be an int or (left, right), got (1, 2, 3).",
+    ),
+    "a window per sequence": (
+        lambda q, k, v: {"local_window_size": (int32(1, 2), 0)},
+        ValueError,
+        "local_window_size must be (), got (2,).",
+    ),
+    "a fractional window": (
+        lambda q, k, v: {"local_window_size": 1.5},
+        TypeError,
+        "local_window_size must be an int or an array of integers, got 1.5.",
+    ),
+    "another implementation": (
+        lambda q, k, v: {"implementation": "flash"},
+        ValueError,
+        "implementation must be one of None, 'xla', 'cudnn', got 'flash'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("changes, kind, text", ERRORS.values(), ids=ERRORS)
+def test_errors_say_who_what_must_hold_and_what_came(changes, kind, text):
+    args = inputs()
+    with pytest.raises(kind, match=f"^{re.escape('dot_product_attention: ' + text)}$"):
+        dot_product_attention(**dict(zip(("query", "key", "value"), args, strict=True)) | changes(*args))
