@@ -260,7 +260,7 @@ def _weights(args, T, S, block):
 
 def _empty(args, T, S, block):
     x, pairs = _head(args, T, S)
-    return ~_tile.some(_tile.visible_pairs(x, pairs)[0], pairs)
+    return ~_tile.some(_tile.visible_pairs(_tile.cut(x, pairs), pairs), pairs)
 
 
 class _Call:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -58,20 +59,16 @@ def attend(x, dtype, stats, block):
     return _tile.results(x, rows._replace(alive=rows.alive > 0), sums, dtype)
 
 
-def _fold(x, plan, state, visit):
-    """`state`, arrays (T, ...), after `visit(part of a tile's queries, i, j, partial)` for every tile of the plan."""
+def _fold(plan, state, visit):
+    """`state`, arrays (T, ...), after `visit(part of a tile's queries, i, j)` for every tile of the plan."""
 
-    def visited(state, i, j, partial):
-        start = jnp.asarray(plan.queries.start)[i]
+    def body(state, ij):
+        start = jnp.asarray(plan.queries.start)[ij[0]]
         part = jax.tree.map(lambda y: lax.dynamic_slice_in_dim(y, start, plan.queries.size), state)
-        part = visit(part, i, j, partial)
-        return jax.tree.map(lambda y, new: lax.dynamic_update_slice_in_dim(y, new, start, 0), state, part)
+        part = visit(part, *ij)
+        return jax.tree.map(lambda y, new: lax.dynamic_update_slice_in_dim(y, new, start, 0), state, part), None
 
-    for tiles, partial in ((plan.full, False), (plan.partial, True)):
-        if len(tiles):
-            body = functools.partial(lambda state, ij, partial: (visited(state, *ij, partial), None), partial=partial)
-            state, _ = lax.scan(body, state, (tiles[:, 0], tiles[:, 1]))
-    return state
+    return lax.scan(body, state, (plan.steps[:, 0], plan.steps[:, 1]))[0] if len(plan.steps) else state
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -81,15 +78,18 @@ def _sums(static, floats, others):
     plan = _plan.plan(x, static.block)
     poison = _tile.spoils(x.key, x.value)
 
-    def visit(state, i, j, partial):
-        def read(state):
-            return _online.absorb(state, x, _plan.pairs(x, plan, i, j, partial), poison)
+    def visit(state, i, j):
+        # Slices and bias are taken here and not in the branches, which would carry whole arrays through.
+        pairs = _plan.pairs(x, plan, i, j)
+        own, own_poison = _tile.cut(x, pairs), pairs.columns(poison, 0)
 
-        if plan.needed is None or not partial:
-            return read(state)
-        return lax.cond(_plan.anywhere(plan.needed[i, j]), read, lambda state: state, state)
+        def read(kind):
+            placed = _plan.placed(pairs, plan, i, j, kind)
+            return _online.absorb(state, own, placed, _tile.visible_pairs(own, placed), own_poison)
 
-    state = _fold(x, plan, _online.start(x, static.stats), visit)
+        return _plan.visited(plan, plan.kinds, i, j, read, lambda: state)
+
+    state = _fold(plan, _online.start(x, static.stats), visit)
     ties = None if state.ties is None else jnp.maximum(state.ties, 1)
     rows = _tile.rows(x, state.largest, ties, state.alive)
     # The peak of a spoilt row is NaN only now.
@@ -106,39 +106,52 @@ def _sums(static, floats, others):
 
 def _sums_jvp(static, primals, tangents):
     floats, others = primals
-    d_floats = tangents[0]
+    moves = [not isinstance(d, SymbolicZero) for d in tangents[0]]
+    moving, d_moving = ([x for x, m in zip(of, moves, strict=True) if m] for of in (floats, tangents[0]))
+    # The inputs of a tile that move with them.
+    flags = static.inputs(moves, [False] * len(others))
+    fields = [name for name, flag in zip(flags._fields, flags, strict=True) if any(jax.tree.leaves(flag))]
     sums, rows = _sums(static, floats, others)
     plan = _plan.plan(static.inputs(floats, others), static.block)
-    moving = [not isinstance(d, SymbolicZero) for d in d_floats]
-    d_moving = [d for d, m in zip(d_floats, moving, strict=True) if m]
 
-    def nothing(shape, dtype):
-        return _visible.like(jnp.zeros(shape, dtype), (floats, others, d_moving))
+    def zeros(like):
+        return _visible.like(jnp.zeros(like.shape, like.dtype), (floats, others, d_moving))
 
     # Whole arrays and indices go in, and the slices are taken inside: only whole arrays are saved.
-    @functools.partial(_nothing_saved, static_argnums=(7,))
-    def tile(floats, others, rows, d_moving, needed, i, j, partial):
-        def tangent(floats, d_moving):
-            def sums(moving_floats):
-                moving_floats = iter(moving_floats)
-                all_floats = [next(moving_floats) if m else y for y, m in zip(floats, moving, strict=True)]
-                x = static.inputs(all_floats, others)
-                pairs = _plan.pairs(x, plan, i, j, partial)
-                return _tile.sums(x, pairs, *_tile.logits(x, pairs), rows, static.stats)
+    @_nothing_saved
+    def tile(floats, others, rows, moving, d_moving, kinds, i, j):
+        pairs = _plan.pairs(static.inputs(floats, others), plan, i, j)
+        rows = jax.tree.map(lambda y: pairs.rows(y, 0), rows)
 
-            return jax.jvp(sums, ([y for y, m in zip(floats, moving, strict=True) if m],), (d_moving,))[1]
+        def own(moving):
+            moving = iter(moving)
+            mixed = [next(moving) if m else x for x, m in zip(floats, moves, strict=True)]
+            return _tile.cut(static.inputs(mixed, others), pairs)
 
-        if needed is None:
-            return tangent(floats, d_moving)
-        none = jax.tree.map(lambda y: nothing(y.shape, y.dtype), jax.eval_shape(tangent, floats, d_moving))
-        return lax.cond(_plan.anywhere(needed[i, j]), tangent, lambda *_: none, floats, d_moving)
+        # The branches see the tile's own numbers, never a whole array, which they would carry through.
+        fixed = own(moving)
+        parts, d_parts = jax.jvp(lambda moving: [getattr(own(moving), name) for name in fields], (moving,), (d_moving,))
 
-    def visit(part, i, j, partial):
-        needed = plan.needed if partial else None
-        return jax.tree.map(jnp.add, part, tile(floats, others, rows, d_moving, needed, i, j, partial))
+        def tangent(kind):
+            placed = _plan.placed(pairs, plan, i, j, kind)
+            visible = _tile.visible_pairs(fixed, placed)
 
-    start = jax.tree.map(lambda y: nothing(y.shape, y.dtype), sums)
-    d_sums = _fold(static.inputs(floats, others), plan, start, visit)
+            def sums(*parts):
+                x = fixed._replace(**dict(zip(fields, parts, strict=True)))
+                return _tile.sums(x, placed, visible, rows, static.stats)
+
+            return jax.jvp(sums, tuple(parts), tuple(d_parts))[1]
+
+        def none():
+            return jax.tree.map(zeros, jax.eval_shape(lambda: tangent(_plan.PARTIAL)))
+
+        return _plan.visited(plan, plan.kinds if kinds is None else kinds, i, j, tangent, none)
+
+    def visit(part, i, j):
+        kinds = None if isinstance(plan.kinds, np.ndarray) else plan.kinds
+        return jax.tree.map(jnp.add, part, tile(floats, others, rows, moving, d_moving, kinds, i, j))
+
+    d_sums = _fold(plan, jax.tree.map(zeros, sums), visit)
     return (sums, rows), (d_sums, jax.tree.map(jnp.zeros_like, rows))
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jattn import _checks, _dropout, _tile, _visible
+from jattn import _checks, _tile, _visible
 
 
 class State(NamedTuple):
@@ -37,17 +37,16 @@ def start(x, stats):
     return State(peak, lowest, tracked, zero > 0, jnp.zeros((T, D), dtype) + zero[:, None], zero, tracked)
 
 
-def absorb(state, x, pairs, poison):
-    """`state` of a tile's queries, after the tile."""
-    logits, visible = _tile.logits(x, pairs)
-    found = _tile.peaks(logits, visible, pairs.columns(poison, 0))
+def absorb(state, x, pairs, visible, poison):
+    """`state` of a tile's queries, after the tile, given its own inputs and the poison (s,) of its keys."""
+    logits = _tile.logits(x, visible)
+    found = _tile.peaks(logits, visible, poison)
     peak, largest = jnp.maximum(state.peak, found), jnp.maximum(state.largest, found)
     p, shifted = _tile.weights(logits, visible, peak)
-    kept = p if x.words is None else _dropout.dropped(p, x.words, x.rate, pairs)
     drop = _tile.below(state.peak, peak)
     fade = jnp.exp(drop)
     total = state.total * fade + p.sum(1)
-    acc = state.acc * fade[:, None] + _visible.mix(kept, pairs.columns(x.value, 0), visible)
+    acc = state.acc * fade[:, None] + _visible.mix(_tile.kept(x, pairs, p), x.value, visible)
     ties, moment = state.ties, state.moment
     if moment is not None:
         # Before the first key the peak is -inf, and there is nothing to shift.

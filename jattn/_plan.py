@@ -7,7 +7,6 @@ depend on arrays, a tile is skipped at run time.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -91,59 +90,55 @@ def tiles(queries, keys, query_positions=None, key_positions=None):
     return Tiles(queries, keys, q_stored, k_stored, q_placed, k_placed)
 
 
-class Plan(NamedTuple):
-    """The tiles to visit, as int32 (n, 2): of `full` ones all pairs are visible, of `partial` ones some may be.
+# What a tile is: no pair is visible, some may be, all are.
+EMPTY, PARTIAL, FULL = 0, 1, 2
 
-    `needed` is None, or bool (query tiles, key tiles): which of the partial ones hold a visible pair, at run time.
+
+class Plan(NamedTuple):
+    """The tiles to visit, as int32 (n, 2), in the order of their queries, and what each tile is.
+
+    `kinds` is int32 (query tiles, key tiles), NumPy where it is known at trace time. Then no empty tile is visited.
     """
 
     queries: Axis
     keys: Axis
-    full: np.ndarray
-    partial: np.ndarray
-    needed: Any
+    steps: np.ndarray
+    kinds: Any
 
 
 def plan(x, block):
     """The plan of one head's `_tile.Inputs`, for tiles of (queries, keys)."""
     queries, keys = axis(x.query.shape[0], block[0]), axis(x.key.shape[0], block[1])
-    shape = len(queries.start), len(keys.start)
     # Pairs of an earlier tile, in the last tile along an axis, are hidden by a mask.
     every = (queries.first == queries.start)[:, None] & (keys.first == keys.start)[None, :]
-    some, needed = np.True_, None
+    some = known = np.ones_like(every)
     if x.mask is not None:
         all_tiles = tiles(queries, keys, x.query_positions, x.key_positions)
-        some, must = x.mask.bounds(all_tiles, static=True)
+        some, must = x.mask.bounds(all_tiles)
         every = every & must
-        known = x.mask.bounds(all_tiles)[0]
-        needed = jnp.broadcast_to(known, shape) if isinstance(known, jax.Array) else None
+        known = known & x.mask.bounds(all_tiles, static=True)[0]
     if x.bias is not None:
         # It may be -inf anywhere.
         every = every & False
-    some, every = np.broadcast_to(some, shape), np.broadcast_to(every, shape)
-    return Plan(queries, keys, _listed(some & every), _listed(some & ~every), needed)
+    kinds = some * (np.int32(PARTIAL) + every * np.int32(FULL - PARTIAL)) + np.zeros(known.shape, np.int32)
+    return Plan(queries, keys, np.argwhere(known).astype(np.int32), kinds)
 
 
-def _listed(which):
-    return np.argwhere(which).astype(np.int32)
-
-
-def pairs(x, plan, i, j, partial):
-    """The pairs of tile (i, j), which of a partial tile may belong to an earlier one."""
+def pairs(x, plan, i, j):
+    """The pairs of tile (i, j)."""
     rows, q = _slices(plan.queries, i)
     columns, k = _slices(plan.keys, j)
-    placed = _rules.tile(
-        q,
-        k,
-        None if x.query_positions is None else rows(x.query_positions, 0),
-        None if x.key_positions is None else columns(x.key_positions, 0),
-        rows,
-        columns,
-    )
-    if not partial:
-        return placed
-    inside = placed.query_indices >= jnp.asarray(plan.queries.first)[i]
-    return placed._replace(inside=inside & (placed.key_indices >= jnp.asarray(plan.keys.first)[j]))
+    query_positions = None if x.query_positions is None else rows(x.query_positions, 0)
+    key_positions = None if x.key_positions is None else columns(x.key_positions, 0)
+    return _rules.tile(q, k, query_positions, key_positions, rows, columns)
+
+
+def placed(pairs, plan, i, j, kind):
+    """The pairs of tile (i, j), of a kind: in a full one all are visible, in a partial one some may be another's."""
+    if kind == FULL:
+        return pairs._replace(full=True)
+    inside = pairs.query_indices >= jnp.asarray(plan.queries.first)[i]
+    return pairs._replace(inside=inside & (pairs.key_indices >= jnp.asarray(plan.keys.first)[j]))
 
 
 def _slices(axis, i):
@@ -156,16 +151,28 @@ def _slices(axis, i):
     return pick, start + jnp.arange(axis.size, dtype=np.int32)
 
 
+def visited(plan, kinds, i, j, read, skip):
+    """`read(kind)` of tile (i, j), PARTIAL or FULL, or `skip()` if it is empty. `kinds` are the plan's, maybe traced."""
+    if isinstance(kinds, np.ndarray):
+        found = np.unique(kinds[plan.steps[:, 0], plan.steps[:, 1]])
+        if len(found) == 1:
+            return read(int(found[0]))
+        return lax.cond(jnp.asarray(kinds == FULL)[i, j], lambda: read(FULL), lambda: read(PARTIAL))
+    kind = common_kind(kinds[i, j])
+    return lax.switch(kind, [skip, lambda: read(PARTIAL), lambda: read(FULL)])
+
+
 @custom_vmap
-def anywhere(needed):
-    """Whether any element of the mapped axes needs the tile.
+def common_kind(kind):
+    """What a tile is for all elements of the mapped axes together.
 
-    `lax.cond` under `vmap` becomes a select, and skips nothing, as soon as its predicate is mapped. This answers for
-    the whole mapped axis at once and stays unmapped.
+    `lax.switch` under `vmap` becomes a select, and skips nothing, as soon as its index is mapped. This answers for the
+    whole mapped axis at once and stays unmapped.
     """
-    return needed
+    return kind
 
 
-@anywhere.def_vmap
-def _(axis_size, in_batched, needed):
-    return anywhere(needed.any(0)), False
+@common_kind.def_vmap
+def _(axis_size, in_batched, kind):
+    least, most = kind.min(0), kind.max(0)
+    return common_kind(jnp.where(least == most, least, PARTIAL)), False

@@ -15,6 +15,7 @@ class Pairs(NamedTuple):
 
     `rows(x, axis)` and `columns(x, axis)` pick this tile's part of an array that is stored along queries or keys; an
     axis of size 1 holds for all of them and stays. `inside` is None, or bool (t, s): the pairs that belong to the tile.
+    In a `full` tile every pair is known to be visible.
     """
 
     query_indices: Any
@@ -24,6 +25,7 @@ class Pairs(NamedTuple):
     rows: Callable
     columns: Callable
     inside: Any = None
+    full: bool = False
 
     @property
     def shape(self):

@@ -22,11 +22,12 @@ from jattn import _dropout, _visible
 
 
 class Inputs(NamedTuple):
-    """One head: query (T, H) times scale, key (S, H), value (S, D) or None, all float32 or wider; and the options."""
+    """One head: query (T, H), key (S, H), value (S, D) or None, all float32 or wider; and the options."""
 
     query: Any
     key: Any
     value: Any
+    scale: Any
     mask: Any = None
     bias: Any = None
     softcap: Any = None
@@ -88,10 +89,10 @@ def _(primals, tangents):
     return scaled(query, scale), d_query * scale + jnp.where(jnp.isfinite(query), query, 0) * d_scale
 
 
-def inputs(query, key, value, *, scale, **options):
+def inputs(query, key, value, **options):
     """Inputs, from arrays of any dtype."""
     wide = [None if x is None else x.astype(_visible.wide(x.dtype)) for x in (query, key, value)]
-    return Inputs(scaled(wide[0], scale), *wide[1:], **options)
+    return Inputs(*wide, **options)
 
 
 def spoils(*arrays):
@@ -101,21 +102,30 @@ def spoils(*arrays):
     return jnp.where(finite, 0, jnp.nan).astype(arrays[0].dtype)
 
 
+def cut(x, pairs):
+    """The part of Inputs that is this tile's own: query (t, H), key (s, H), value (s, D), and the tile of the bias."""
+    return x._replace(
+        query=pairs.rows(x.query, 0),
+        key=pairs.columns(x.key, 0),
+        value=None if x.value is None else pairs.columns(x.value, 0),
+        bias=None if x.bias is None else x.bias.tile(pairs).astype(x.query.dtype),
+    )
+
+
 def visible_pairs(x, pairs):
-    """bool (t, s), or None where all is visible; and the tile of the bias, or None."""
+    """bool (t, s), or None where all is visible, given a tile's own inputs."""
     sources = [] if pairs.inside is None else [pairs.inside]
-    if x.mask is not None:
+    if x.mask is not None and not pairs.full:
         sources.append(x.mask.tile(pairs))
-    tile = None if x.bias is None else x.bias.tile(pairs)
-    if tile is not None:
+    if x.bias is not None:
         # NaN is not -inf: a NaN bias is seen, and shown.
-        sources.append(tile != -jnp.inf)
+        sources.append(x.bias != -jnp.inf)
     if not sources:
-        return None, None
+        return None
     visible = sources[0]
     for source in sources[1:]:
         visible = visible & source
-    return jnp.broadcast_to(visible, pairs.shape), tile
+    return jnp.broadcast_to(visible, pairs.shape)
 
 
 def some(visible, pairs):
@@ -129,16 +139,13 @@ def seen(visible, x, other):
     return x if visible is None else jnp.where(visible, x, other)
 
 
-def logits(x, pairs):
-    """(t, s), 0 where not visible; and what is visible, as `visible_pairs`."""
-    visible, tile = visible_pairs(x, pairs)
-    out = _visible.scores(pairs.rows(x.query, 0), pairs.columns(x.key, 0), visible)
+def logits(x, visible):
+    """(t, s), 0 where not visible, given a tile's own inputs."""
+    out = _visible.scores(scaled(x.query, x.scale), x.key, visible)
     # Each term goes through a select before it is added, so that no product is fused with the addition: see `below`.
     if x.softcap is not None:
         out = seen(visible, x.softcap * jnp.tanh(out / x.softcap), 0)
-    if tile is not None:
-        out = out + seen(visible, tile.astype(out.dtype), 0)
-    return out, visible
+    return out if x.bias is None else out + seen(visible, x.bias, 0)
 
 
 @jax.custom_jvp
@@ -163,6 +170,7 @@ def peaks(logits, visible, poison):
 
 def rows(x, largest, ties, alive):
     """Rows, from the largest visible logit of each row."""
+    # A scaled query that is not finite makes every logit of its row NaN or infinite.
     top, spoilt = largest, ~jnp.isfinite(largest) | jnp.isnan(spoils(x.query))
     if x.sink is not None:
         top = jnp.maximum(top, jax.lax.stop_gradient(x.sink))
@@ -182,16 +190,20 @@ def weights(logits, visible, peak):
     return seen(visible, jnp.exp(shifted), 0), shifted
 
 
-def sums(x, pairs, logits, visible, rows, stats):
-    """Sums over this tile's keys, with the rows' peaks fixed."""
-    peak, largest, ties, _ = jax.tree.map(lambda y: pairs.rows(y, 0), rows)
-    p, shifted = weights(logits, visible, peak)
-    kept = p if x.words is None else _dropout.dropped(p, x.words, x.rate, pairs)
-    acc = _visible.mix(kept, pairs.columns(x.value, 0), visible)
+def sums(x, pairs, visible, rows, stats):
+    """Sums over this tile's keys, with the peaks of its rows fixed, given the tile's own inputs."""
+    own = logits(x, visible)
+    p, shifted = weights(own, visible, rows.peak)
+    acc = _visible.mix(kept(x, pairs, p), x.value, visible)
     if not stats:
         return Sums(acc, p.sum(1), None, None)
-    rise = jnp.where(tied(logits, visible, largest), logits - jax.lax.stop_gradient(logits), 0).sum(1) / ties
+    rise = jnp.where(tied(own, visible, rows.largest), own - jax.lax.stop_gradient(own), 0).sum(1) / rows.ties
     return Sums(acc, p.sum(1), moment(p, shifted).sum(1), rise)
+
+
+def kept(x, pairs, p):
+    """p after dropout."""
+    return p if x.words is None else _dropout.dropped(p, x.words, x.rate, pairs)
 
 
 def moment(p, shifted):
@@ -200,26 +212,29 @@ def moment(p, shifted):
     return jnp.where(some, p * jnp.where(some, shifted, 0), 0)
 
 
+def total(x, rows, keys):
+    """The sum of p over keys and sink, given that over keys."""
+    return keys if x.sink is None else keys + jnp.exp(x.sink - rows.peak)
+
+
 def results(x, rows, sums, dtype):
     """(T, D) in `dtype`, and Stats, or None if the sums were made without."""
-    total = sums.total
-    if x.sink is not None:
-        total = total + jnp.exp(x.sink - rows.peak)
+    whole = total(x, rows, sums.total)
     alive = rows.alive
-    out = jnp.where(alive[:, None], sums.acc / jnp.where(alive, total, 1)[:, None], 0).astype(dtype)
+    out = jnp.where(alive[:, None], sums.acc / jnp.where(alive, whole, 1)[:, None], 0).astype(dtype)
     if sums.moment is None:
         return out, None
     # A row with a sink and no visible key has that sink for its lse.
     counted = alive if x.sink is None else alive | (x.sink != -jnp.inf)
-    total = jnp.where(counted, total, 1)
-    lse = jnp.where(counted, rows.peak + jnp.log(total), -jnp.inf)
-    # entropy = -sum w ln w with w = p / total
+    whole = jnp.where(counted, whole, 1)
+    lse = jnp.where(counted, rows.peak + jnp.log(whole), -jnp.inf)
+    # entropy = -sum w ln w with w = p / whole
     drop = sums.moment
     if x.sink is not None:
         drop = drop + moment(jnp.exp(x.sink - rows.peak), x.sink - rows.peak)
-    entropy = jnp.where(alive, jnp.log(total) - drop / total, 0)
+    entropy = jnp.where(alive, jnp.log(whole) - drop / whole, 0)
     spoilt = jnp.isnan(rows.peak)
     # What is added to a spoilt row is NaN in value and derivative.
     largest = jnp.where(spoilt, jnp.nan, jnp.where(alive, rows.largest, 0))
-    max_logit = jnp.where(alive, largest + jnp.where(spoilt, total, sums.rise), -jnp.inf)
+    max_logit = jnp.where(alive, largest + jnp.where(spoilt, whole, sums.rise), -jnp.inf)
     return out, Stats(lse, max_logit, entropy)

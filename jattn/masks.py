@@ -37,13 +37,13 @@ class Mask(Rule):
 
     def bounds(self, tiles, static=False):
         parts = [x.bounds(tiles, static) for x in self.fields.values() if isinstance(x, Mask)]
-        if self.kind is _NOT:
+        if self.kind == _NOT:
             some, every = parts[0]
             return ~every, ~some
         if not parts:
             return super().bounds(tiles, static)
         (some, every), (some_, every_) = parts
-        return (some & some_, every & every_) if self.kind is _AND else (some | some_, every | every_)
+        return (some & some_, every & every_) if self.kind == _AND else (some | some_, every | every_)
 
     def draw(self, T=None, S=None):
         """The mask as text, one line a query, ■ = may attend. Sizes default to a few positions, 32 at most."""
