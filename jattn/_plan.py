@@ -7,6 +7,7 @@ depend on arrays, a tile is skipped at run time.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -120,7 +121,9 @@ def plan(x, block):
     if x.bias is not None:
         # It may be -inf anywhere.
         every = every & False
-    kinds = some * (np.int32(PARTIAL) + every * np.int32(FULL - PARTIAL)) + np.zeros(known.shape, np.int32)
+    some, every = some & known, some & known & every
+    xp = jnp if isinstance(every, jax.Array) else np
+    kinds = xp.where(every, np.int32(FULL), xp.where(some, np.int32(PARTIAL), np.int32(EMPTY)))
     return Plan(queries, keys, np.argwhere(known).astype(np.int32), kinds)
 
 
@@ -134,7 +137,7 @@ def pairs(x, plan, i, j):
 
 
 def placed(pairs, plan, i, j, kind):
-    """The pairs of tile (i, j), of a kind: in a full one all are visible, in a partial one some may be another's."""
+    """The pairs of tile (i, j), of a kind: those of a full one are all visible, a partial one's may be another's."""
     if kind == FULL:
         return pairs._replace(full=True)
     inside = pairs.query_indices >= jnp.asarray(plan.queries.first)[i]
@@ -152,7 +155,7 @@ def _slices(axis, i):
 
 
 def visited(plan, kinds, i, j, read, skip):
-    """`read(kind)` of tile (i, j), PARTIAL or FULL, or `skip()` if it is empty. `kinds` are the plan's, maybe traced."""
+    """The pairs of tile (i, j), of a kind: all of a full one are visible, a partial one may hold another's."""
     if isinstance(kinds, np.ndarray):
         found = np.unique(kinds[plan.steps[:, 0], plan.steps[:, 1]])
         if len(found) == 1:

@@ -43,7 +43,7 @@ def rotary(x, positions, *, base=10_000.0, interleaved=False):
     """
     x = _checks.floating("rotary", "x", x)
     _checks.rank("rotary", "x", x, ("*B", "T", "N", "H"), at_least=True)
-    *B, T, _, H = x.shape
+    *B, T, _, H = np.shape(x)
     if H % 2:
         raise ValueError(f"rotary: H must be even, got {H}.")
     positions = _checks.integral("rotary", "positions", positions)

@@ -99,9 +99,11 @@ def dot_product_attention(
         rules.append(masks.lengths(key=_lengths("key_value_seq_lengths", key_value_seq_lengths, sizes)))
 
     out = attention(
-        **arrays,
-        mask=functools.reduce(operator.and_, rules) if rules else None,
-        bias=bias,
+        arrays["query"],
+        arrays["key"],
+        arrays["value"],
+        functools.reduce(operator.and_, rules) if rules else None,
+        bias,
         scale=scale,
         method="cudnn" if implementation == "cudnn" else "auto",
         return_stats=return_residual,
