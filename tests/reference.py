@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Result(NamedTuple):
-    """Arrays of one head: (T, D), (T, S), and (T,) the rest; of `attention`: (*B, T, N, D), (*B, N, T, S), (*B, T, N)."""
+    """Of one head (T, D), (T, S), and (T,) the rest; of `attention` (*B, T, N, D), (*B, N, T, S), and (*B, T, N)."""
 
     out: Any
     weights: Any

@@ -106,8 +106,8 @@ AGREEMENTS = {
     "a scale of a whole number": ({}, {"scale": 2}),
     "a scale in an array": ({}, {"scale": np.float32(-0.3)}),
     "no B": ({"lead": ()}, {}),
-    "no B, with a mask and a bias of rank 3": ({"lead": ()}, {"mask": drawn(N, T, S), "bias": normal(3, N, T, S)}),
-    "no B, with a mask and a bias of rank 4": ({"lead": ()}, {"mask": drawn(1, N, T, S), "bias": normal(3, 1, 1, T, S)}),
+    "no B, mask and bias of rank 3": ({"lead": ()}, {"mask": drawn(N, T, S), "bias": normal(3, N, T, S)}),
+    "no B, mask and bias of rank 4": ({"lead": ()}, {"mask": drawn(1, N, T, S), "bias": normal(3, 1, 1, 1, S)}),
     "no B, with lengths": ({"lead": ()}, {"query_seq_lengths": int32(3), "key_value_seq_lengths": int32(5)}),
     "everything at once": (
         {"T": 11},
@@ -147,20 +147,16 @@ def test_agrees_with_jax_nn_wherever_a_query_sees_a_key(name):
 # XLA takes its time for these.
 SOME = (
     "one key/value head",
-    "a causal window",
     "a window, T > S",
-    "lengths of queries",
     "lengths of keys",
-    "a full mask",
     "a narrower bias",
     "a bias that hides keys",
-    "no B, with a mask and a bias of rank 3",
+    "no B, mask and bias of rank 3",
     "everything at once",
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name, dtype", [(n, "bfloat16") for n in SOME] + [(n, "float32") for n in SOME[-2:]])
 def test_residuals_and_bfloat16_agree_with_jax_nn_too(name, dtype):
     args, options, alive = call(name, dtype)
     out, residual = dot_product_attention(**args, **options, return_residual=True)
@@ -172,7 +168,7 @@ def test_residuals_and_bfloat16_agree_with_jax_nn_too(name, dtype):
     assert_close(residual, np.where(alive, their_residual, -INF), dtype)
 
 
-@pytest.mark.parametrize("name, dtype", [*((name, "float32") for name in SOME), ("everything at once", "bfloat16")])
+@pytest.mark.parametrize("name, dtype", [*((n, "float32") for n in SOME), (SOME[-1], "bfloat16")])
 def test_gradients_agree_with_jax_nn_too(name, dtype):
     args, options, alive = call(name, dtype)
     cotangent = normal(7, *args["query"].shape).astype(dtype)
@@ -352,13 +348,12 @@ def test_values_may_have_other_features_than_keys():
     assert_close(got, dot_product_attention(query, key, value)[..., :3], "float32")
 
 
-@pytest.mark.parametrize("lengths", [np.array([2, 4]), np.array([2, 4], np.uint8), [2, 4]], ids=["int64", "uint8", "list"])
-def test_lengths_may_be_any_integers(lengths):
-    options = ("query_seq_lengths", "key_value_seq_lengths")
-    got, expected = (
-        dot_product_attention(*inputs(), **dict.fromkeys(options, x)) for x in (lengths, int32(2, 4))
-    )
-    np.testing.assert_array_equal(got, expected)
+def test_lengths_may_be_any_integers():
+    def f(lengths):
+        return dot_product_attention(*inputs(), query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+
+    for lengths in (np.array([2, 4]), np.array([2, 4], np.uint8), [2, 4]):
+        np.testing.assert_array_equal(f(lengths), f(int32(2, 4)))
 
 
 # Errors: what is changed in a call, what is raised

@@ -1,7 +1,8 @@
-"""Mask rules: each against a Python loop over its pairs, their algebra, and what transforms and `print` make of them."""
+"""Mask rules: each against a Python loop over its pairs, their algebra, and what transforms and `print` do to them."""
 
 import copy
 import functools
+import itertools
 import operator
 import random
 
@@ -10,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn import attend, attention_weights, biases, masks
+from jattn import _plan, attend, attention_weights, biases, masks
 
 T, S = 5, 7
 NAN = float("nan")
+NOT_BOOLEAN = "Scores that are added go in `bias`; for a 0/1 mask pass `mask != 0`."
 
 # Positions in no order, negative, repeated and equal to no index.
 QUERY_POSITIONS = np.array([3, -2, 0, 3, 9])
@@ -123,8 +125,8 @@ def test_dense_is_a_loop_over_pairs_under_jit():
         same(got, looped(sees))
 
 
-POSITIONAL = [name for name in RULES if not any(w in name for w in ("lengths", "segments", "array", "and", "or", "comp"))]
-assert len(POSITIONAL) == 12
+POSITIONAL = [name for name in RULES if name.split()[0].strip(",") in ("causal", "window", "prefix", "rule", "not")]
+assert len(POSITIONAL) == 13
 
 
 @pytest.mark.parametrize("name", POSITIONAL)
@@ -242,7 +244,10 @@ def test_leaves_may_be_led_by_no_batch_axes_or_by_two():
 
 
 WRONG_LEADS = {
-    "(N,) where (*B) leads": (lambda: masks.causal(np.zeros(3, int)), "causal(offset=...) must be (*B,) = (2,), got (3,)."),
+    "(N,) where (*B) leads": (
+        lambda: masks.causal(np.zeros(3, int)),
+        "causal(offset=...) must be (*B,) = (2,), got (3,).",
+    ),
     "(N, B)": (lambda: masks.lengths(np.zeros((3, 2), int)), "lengths(key=...) must be (*B, N) = (2, 3), got (3, 2)."),
     "too many": (
         lambda: masks.causal() & masks.prefix(np.zeros((2, 3, 1), int)),
@@ -364,16 +369,21 @@ def test_an_array_on_either_side_is_a_rule(make, op, shape):
         same(dense, expected)
 
 
+NO_MASK = "mask {}: x must be a rule from jattn.masks or a boolean array, got"
 NOT_MASKS = {
-    "a float array": (np.ones((T, S)), "masks.array: mask must be boolean (True = may attend), got float64. "
-                      "Scores that are added go in `bias`; for a 0/1 mask pass `mask != 0`."),
-    "an integer array": (jnp.ones((T, S), jnp.int32), "masks.array: mask must be boolean (True = may attend), got int32. "
-                         "Scores that are added go in `bias`; for a 0/1 mask pass `mask != 0`."),
-    "a number": (True, "mask {}: x must be a rule from jattn.masks or a boolean array, got bool."),
-    "None": (None, "mask {}: x must be a rule from jattn.masks or a boolean array, got NoneType."),
-    "a list": ([[True]], "mask {}: x must be a rule from jattn.masks or a boolean array, got list."),
-    "a bias": (biases.alibi(0.5), "mask {}: x must be a rule from jattn.masks or a boolean array, got Bias."),
-}  # fmt: skip
+    "a float array": (
+        np.ones((T, S)),
+        f"masks.array: mask must be boolean (True = may attend), got float64. {NOT_BOOLEAN}",
+    ),
+    "an integer array": (
+        jnp.ones((T, S), jnp.int32),
+        f"masks.array: mask must be boolean (True = may attend), got int32. {NOT_BOOLEAN}",
+    ),
+    "a number": (True, f"{NO_MASK} bool."),
+    "None": (None, f"{NO_MASK} NoneType."),
+    "a list": ([[True]], f"{NO_MASK} list."),
+    "a bias": (biases.alibi(0.5), f"{NO_MASK} Bias."),
+}
 
 
 @pytest.mark.parametrize("other, text", NOT_MASKS.values(), ids=NOT_MASKS)
@@ -478,7 +488,8 @@ def test_new_values_of_arrays_are_not_traced_again_and_new_numbers_are():
         return mask.dense(T, S)
 
     def build(n):
-        return masks.causal(n) & masks.segments(QUERY_IDS % (int(n) + 1), KEY_IDS) | masks.rule(modular, n, KEY_IDS, ranks=(0, 1))
+        ids = masks.segments(QUERY_IDS % (int(n) + 1), KEY_IDS)
+        return (masks.causal(n) & ids) | masks.rule(modular, n, KEY_IDS, ranks=(0, 1))
 
     for n in range(4):
         same(dense(build(jnp.int32(n + 1))), np.asarray(build(n + 1).dense(T, S)))
@@ -546,66 +557,121 @@ def test_cond_takes_and_returns_rules():
     same(either(False, mask), looped(lambda i, j, p, r: r > p + 2))
 
 
+# Bounds of tiles
+
+
+def assert_sound(rule, visible, query_positions=None, key_positions=None):
+    """Tiles are 2 x 3, and the last ones start early. No pair is visible where none may be; all are where all must."""
+    rows, columns = _plan.axis(T, 2), _plan.axis(S, 3)
+    tiles = _plan.tiles(rows, columns, query_positions, key_positions)
+    for static in (False, True):
+        bounds = rule.bounds(tiles, static=static)
+        some, every = (np.broadcast_to(np.asarray(x), (len(rows.start), len(columns.start))) for x in bounds)
+        for (i, row), (j, column) in itertools.product(enumerate(rows.start), enumerate(columns.start)):
+            tile = visible[row : row + 2, column : column + 3]
+            assert some[i, j] >= tile.any() and every[i, j] <= tile.all()
+
+
 @pytest.mark.parametrize("name", RULES)
-def test_a_copy_is_the_same_rule(name):
-    rule = built(name, jnp.int32)
-    assert str(copy.deepcopy(rule)) == str(rule)
+def test_bounds_are_sound(name):
+    build, sees = RULES[name]
+    positions = jnp.asarray(QUERY_POSITIONS, np.int32), jnp.asarray(KEY_POSITIONS, np.int32)
+    for rule in (build(int), build(jnp.int32)):
+        for same_rule in (rule, copy.deepcopy(rule)):
+            assert_sound(same_rule, looped(sees))
+        assert_sound(rule, looped(sees, QUERY_POSITIONS, KEY_POSITIONS), *positions)
+
+
+def test_a_copy_is_the_same_rule():
+    for name in RULES:
+        rule = built(name, jnp.int32)
+        assert repr(copy.deepcopy(rule)) == repr(rule)
+        assert jax.tree.structure(copy.deepcopy(rule)) == jax.tree.structure(rule)
 
 
 # What is refused
 
-HINT = " Pass None for no bound."
-REFUSED = {
-    "a float offset": (lambda: masks.causal(1.0), TypeError, "masks.causal: offset must be an int or an array of integers, got 1.0."),
-    "a NaN offset": (lambda: masks.causal(NAN), TypeError, "masks.causal: offset must be an int or an array of integers, got nan."),
-    "a float array offset": (lambda: masks.causal(jnp.float32(1)), TypeError, "masks.causal: offset must be an int or an array of integers, got float32."),
-    "a NumPy float offset": (lambda: masks.causal(np.float64(1)), TypeError, "masks.causal: offset must be an int or an array of integers, got float64."),
-    "a bool offset": (lambda: masks.causal(True), TypeError, "masks.causal: offset must be an int or an array of integers, got True."),
-    "a bool array offset": (lambda: masks.causal(np.bool_(True)), TypeError, "masks.causal: offset must be an int or an array of integers, got bool."),
-    "a list of offsets": (lambda: masks.causal([1]), TypeError, "masks.causal: offset must be an int or an array of integers, got [1]."),
-    "no offset": (lambda: masks.causal(None), TypeError, "masks.causal: offset must be an int or an array of integers, got None."),
-    "an offset of 33 bits": (lambda: masks.causal(2**32), ValueError, "masks.causal: offset must fit in 32 bits, got 4294967296."),
-    "a negative offset of 33 bits": (lambda: masks.causal(np.int64(-(2**32))), ValueError, "masks.causal: offset must fit in 32 bits, got -4294967296."),
-    "an offset beyond 64 bits": (lambda: masks.causal(2**70), ValueError, f"masks.causal: offset must fit in 32 bits, got {2**70}."),
-    "an unsigned offset of 32 bits": (lambda: masks.prefix(np.uint32(2**31)), ValueError, "masks.prefix: length must fit in 32 bits, got 2147483648."),
-    "a negative window": (lambda: masks.window(-1, 0), ValueError, f"masks.window: left must be >= 0, got -1.{HINT}"),
-    "a negative window on the right": (lambda: masks.window(0, np.int32(-2)), ValueError, f"masks.window: right must be >= 0, got -2.{HINT}"),
-    "a negative window among others": (lambda: masks.window(jnp.array([3, -4]), 0), ValueError, f"masks.window: left must be >= 0, got -4.{HINT}"),
-    "a float window": (lambda: masks.window(1, 2.5), TypeError, "masks.window: right must be an int or an array of integers, got 2.5."),
-    "a negative length": (lambda: masks.lengths(-1), ValueError, f"masks.lengths: key must be >= 0, got -1.{HINT}"),
-    "a negative length among others": (lambda: masks.lengths(query=np.array([2, -1])), ValueError, f"masks.lengths: query must be >= 0, got -1.{HINT}"),
-    "a float length": (lambda: masks.lengths(jnp.ones(2)), TypeError, "masks.lengths: key must be an int or an array of integers, got float64."),
-    "a negative prefix": (lambda: masks.prefix(-1), ValueError, "masks.prefix: length must be >= 0, got -1."),
-    "no prefix": (lambda: masks.prefix(None), TypeError, "masks.prefix: length must be an int or an array of integers, got None."),
-    "float segments": (lambda: masks.segments(np.ones(3)), TypeError, "masks.segments: query_ids must be integers, got float64."),
-    "bool segments": (lambda: masks.segments(QUERY_IDS, np.ones(3, bool)), TypeError, "masks.segments: key_ids must be integers, got bool."),
-    "one segment": (lambda: masks.segments(1), ValueError, "masks.segments: query_ids must be (*B, T), got ()."),
-    "one key segment": (lambda: masks.segments(QUERY_IDS, np.int32(1)), ValueError, "masks.segments: key_ids must be (*B, S), got ()."),
-    "a float padding": (lambda: masks.segments(QUERY_IDS, padding=0.0), TypeError, "masks.segments: padding must be an int or an array of integers, got 0.0."),
-    "a float array": (lambda: masks.array(np.ones((2, 2), np.float32)), TypeError, "masks.array: mask must be boolean (True = may attend), got float32. Scores that are added go in `bias`; for a 0/1 mask pass `mask != 0`."),
-    "an array of rank 1": (lambda: masks.array(np.ones(3, bool)), ValueError, "masks.array: mask must be (*B, T, S), got (3,)."),
-    "a rule of no function": (lambda: masks.rule(FULL), TypeError, "masks.rule: fn must be a function, got ndarray."),
-    "a function that is not hashable": (lambda: masks.rule(Unhashable()), TypeError, "masks.rule: fn must be hashable, got Unhashable. Pass the arrays that it holds as arrays of a rule."),
-    "an array of a rule that is none": (lambda: masks.rule(modular, "x"), TypeError, "masks.rule: array0 must be an array, got str."),
-    "too few ranks": (lambda: masks.rule(modular, 3, FULL, ranks=(0,)), ValueError, "masks.rule: ranks must be one int >= 0 for each of 2 arrays, got (0,)."),
-    "a rank without an array": (lambda: masks.rule(modular, ranks=(0,)), ValueError, "masks.rule: ranks must be one int >= 0 for each of 0 arrays, got (0,)."),
-    "a negative rank": (lambda: masks.rule(modular, FULL, ranks=(-1,)), ValueError, "masks.rule: ranks must be one int >= 0 for each of 1 arrays, got (-1,)."),
-    "a rank that is no sequence": (lambda: masks.rule(modular, FULL, ranks=2), ValueError, "masks.rule: ranks must be one int >= 0 for each of 1 arrays, got 2."),
-    "a rank above the array's": (lambda: masks.rule(modular, 3, KEY_IDS, ranks=(0, 2)), ValueError, "masks.rule: array1 must be (*B, ..., ...), got (7,)."),
-    "a function that returns floats": (lambda: masks.rule(lambda q, k: (q + k).astype(float)).dense(2, 3), TypeError, "masks.rule: fn must return a boolean array (True = may attend), got float64."),
-    "a function that returns True": (lambda: masks.rule(lambda q, k: True).dense(2, 3), TypeError, "masks.rule: fn must return a boolean array (True = may attend), got True."),
-    "a function that returns None": (lambda: masks.rule(lambda q, k: None).dense(2, 3), TypeError, "masks.rule: fn must return a boolean array (True = may attend), got None."),
-    "a function that returns rank 1": (lambda: masks.rule(lambda q, k: (q > k)[0]).dense(2, 3), ValueError, "masks.rule: fn must return (t, s) = (2, 3), each axis full or 1, got (3,)."),
-    "a function that returns (s, t)": (lambda: masks.rule(lambda q, k: (q > k).T).dense(2, 3), ValueError, "masks.rule: fn must return (t, s) = (2, 3), each axis full or 1, got (3, 2)."),
-    "an array of another size": (lambda: (masks.causal() & FULL).dense(S, T), ValueError, f"dense: array(mask=...) must be (T, S) = ({S}, {T}), got ({T}, {S})."),
-    "a led leaf in a dense form": (lambda: masks.lengths(np.array([1, 2])).dense(2, 2), ValueError, "dense: lengths(key=...) must be (), got (2,). Map batch and head axes with jax.vmap."),
-    "a led leaf in a tile": (lambda: masks.prefix(np.array([1, 2]))([0, 1], [0, 1]), ValueError, "prefix(length=int32[2]): prefix(length=...) must be (), got (2,). Map batch and head axes with jax.vmap."),
-    "float positions": (lambda: masks.causal()(np.ones(2), [0]), TypeError, "causal(offset=0): query_positions must be integers, got float64."),
-    "one position": (lambda: masks.causal()([0], 0), ValueError, "causal(offset=0): key_positions must be (s,), got ()."),
-    "positions as a column": (lambda: masks.causal()([[0], [1]], [0]), ValueError, "causal(offset=0): query_positions must be (t,), got (2, 1)."),
-    "a query where no array is stored": (lambda: masks.array(FULL)([0, T], [0]), ValueError, f"array(mask=bool[5,7]): query_positions must be within 0 ... T - 1 = {T - 1}, got [0, {T}]."),
-    "a key where no id is stored": (lambda: masks.segments(QUERY_IDS, KEY_IDS)([0], [-1]), ValueError, f"segments(query_ids=int32[5], key_ids=int32[7]): key_positions must be within 0 ... S - 1 = {S - 1}, got [-1]."),
-}  # fmt: skip
+INTEGERS = "must be an int or an array of integers, got"
+NOT_HASHABLE = "Pass the arrays that it holds as arrays of a rule."
+NO_BOUND = "Pass None for no bound."
+NOT_LED = "Map batch and head axes with jax.vmap."
+NO_ROW = "query_positions must be within 0 ... T - 1 = 4, got [0, 5]."
+NO_COLUMN = "key_positions must be within 0 ... S - 1 = 6, got [-1]."
+WRONG_TYPES = {
+    f"masks.causal: offset {INTEGERS} 1.0.": lambda: masks.causal(1.0),
+    f"masks.causal: offset {INTEGERS} nan.": lambda: masks.causal(NAN),
+    f"masks.causal: offset {INTEGERS} float32.": lambda: masks.causal(jnp.float32(1)),
+    f"masks.causal: offset {INTEGERS} float64.": lambda: masks.causal(np.float64(1)),
+    f"masks.causal: offset {INTEGERS} True.": lambda: masks.causal(True),
+    f"masks.causal: offset {INTEGERS} bool.": lambda: masks.causal(np.bool_(True)),
+    f"masks.causal: offset {INTEGERS} [1].": lambda: masks.causal([1]),
+    f"masks.causal: offset {INTEGERS} None.": lambda: masks.causal(None),
+    f"masks.window: right {INTEGERS} 2.5.": lambda: masks.window(1, 2.5),
+    f"masks.lengths: key {INTEGERS} float64.": lambda: masks.lengths(jnp.ones(2)),
+    f"masks.prefix: length {INTEGERS} None.": lambda: masks.prefix(None),
+    "masks.segments: query_ids must be integers, got float64.": lambda: masks.segments(np.ones(3)),
+    "masks.segments: key_ids must be integers, got bool.": lambda: masks.segments(QUERY_IDS, np.ones(3, bool)),
+    f"masks.segments: padding {INTEGERS} 0.0.": lambda: masks.segments(QUERY_IDS, padding=0.0),
+    f"masks.array: mask must be boolean (True = may attend), got float32. {NOT_BOOLEAN}": lambda: masks.array(
+        np.ones((2, 2), np.float32)
+    ),
+    "masks.rule: fn must be a function, got ndarray.": lambda: masks.rule(FULL),
+    f"masks.rule: fn must be hashable, got Unhashable. {NOT_HASHABLE}": lambda: masks.rule(Unhashable()),
+    "masks.rule: array0 must be an array, got str.": lambda: masks.rule(modular, "x"),
+    "masks.rule: fn must return a boolean array (True = may attend), got float64.": lambda: masks.rule(
+        lambda q, k: (q + k).astype(float)
+    ).dense(2, 3),
+    "masks.rule: fn must return a boolean array (True = may attend), got True.": lambda: masks.rule(
+        lambda q, k: True
+    ).dense(2, 3),
+    "masks.rule: fn must return a boolean array (True = may attend), got None.": lambda: masks.rule(
+        lambda q, k: None
+    ).dense(2, 3),
+    "causal(offset=0): query_positions must be integers, got float64.": lambda: masks.causal()(np.ones(2), [0]),
+}
+WRONG_VALUES = {
+    "masks.causal: offset must fit in 32 bits, got 4294967296.": lambda: masks.causal(2**32),
+    "masks.causal: offset must fit in 32 bits, got -4294967296.": lambda: masks.causal(np.int64(-(2**32))),
+    f"masks.causal: offset must fit in 32 bits, got {2**70}.": lambda: masks.causal(2**70),
+    "masks.prefix: length must fit in 32 bits, got 2147483648.": lambda: masks.prefix(np.uint32(2**31)),
+    f"masks.window: left must be >= 0, got -1. {NO_BOUND}": lambda: masks.window(-1, 0),
+    f"masks.window: right must be >= 0, got -2. {NO_BOUND}": lambda: masks.window(0, np.int32(-2)),
+    f"masks.window: left must be >= 0, got -4. {NO_BOUND}": lambda: masks.window(jnp.array([3, -4]), 0),
+    f"masks.lengths: key must be >= 0, got -1. {NO_BOUND}": lambda: masks.lengths(-1),
+    f"masks.lengths: query must be >= 0, got -1. {NO_BOUND}": lambda: masks.lengths(query=np.array([2, -1])),
+    "masks.prefix: length must be >= 0, got -1.": lambda: masks.prefix(-1),
+    "masks.segments: query_ids must be (*B, T), got ().": lambda: masks.segments(1),
+    "masks.segments: key_ids must be (*B, S), got ().": lambda: masks.segments(QUERY_IDS, np.int32(1)),
+    "masks.array: mask must be (*B, T, S), got (3,).": lambda: masks.array(np.ones(3, bool)),
+    "masks.rule: ranks must be one int >= 0 for each of 2 arrays, got (0,).": lambda: masks.rule(
+        modular, 3, FULL, ranks=(0,)
+    ),
+    "masks.rule: ranks must be one int >= 0 for each of 0 arrays, got (0,).": lambda: masks.rule(modular, ranks=(0,)),
+    "masks.rule: ranks must be one int >= 0 for each of 1 arrays, got (-1,).": lambda: masks.rule(
+        modular, FULL, ranks=(-1,)
+    ),
+    "masks.rule: ranks must be one int >= 0 for each of 1 arrays, got 2.": lambda: masks.rule(modular, FULL, ranks=2),
+    "masks.rule: array1 must be (*B, ..., ...), got (7,).": lambda: masks.rule(modular, 3, KEY_IDS, ranks=(0, 2)),
+    "masks.rule: fn must return (t, s) = (2, 3), each axis full or 1, got (3,).": lambda: masks.rule(
+        lambda q, k: (q > k)[0]
+    ).dense(2, 3),
+    "masks.rule: fn must return (t, s) = (2, 3), each axis full or 1, got (3, 2).": lambda: masks.rule(
+        lambda q, k: (q > k).T
+    ).dense(2, 3),
+    f"dense: array(mask=...) must be (T, S) = ({S}, {T}), got ({T}, {S}).": lambda: (masks.causal() & FULL).dense(S, T),
+    f"dense: lengths(key=...) must be (), got (2,). {NOT_LED}": lambda: masks.lengths(np.array([1, 2])).dense(2, 2),
+    f"prefix(length=int32[2]): prefix(length=...) must be (), got (2,). {NOT_LED}": lambda: masks.prefix(
+        np.array([1, 2])
+    )([0, 1], [0, 1]),
+    "causal(offset=0): key_positions must be (s,), got ().": lambda: masks.causal()([0], 0),
+    "causal(offset=0): query_positions must be (t,), got (2, 1).": lambda: masks.causal()([[0], [1]], [0]),
+    f"array(mask=bool[5,7]): {NO_ROW}": lambda: masks.array(FULL)([0, 5], [0]),
+    f"segments(query_ids=int32[5], key_ids=int32[7]): {NO_COLUMN}": lambda: masks.segments(QUERY_IDS, KEY_IDS)(
+        [0], [-1]
+    ),
+}
+REFUSED = [(TypeError, text, build) for text, build in WRONG_TYPES.items()]
+REFUSED += [(ValueError, text, build) for text, build in WRONG_VALUES.items()]
 
 
 class Unhashable:
@@ -615,8 +681,8 @@ class Unhashable:
         return q > k
 
 
-@pytest.mark.parametrize("build, kind, text", REFUSED.values(), ids=REFUSED)
-def test_what_is_refused_is_refused_in_these_words(build, kind, text):
+@pytest.mark.parametrize("kind, text, build", REFUSED, ids=[text for _, text, _ in REFUSED])
+def test_what_is_refused_is_refused_in_these_words(kind, text, build):
     with pytest.raises(kind) as error:
         build()
     assert str(error.value) == text
@@ -648,8 +714,8 @@ REPRS = {
         modular, 3, np.ones((2, 3), np.float32), ranks=(0, 2)
     ),
     "rule(fn=functools.partial(<built-in function lt>))": lambda: masks.rule(functools.partial(operator.lt)),
-    "~((causal(offset=1) & ~prefix(length=2)) | array(mask=bool[5,7]))": lambda: ~(
-        (masks.causal(1) & ~masks.prefix(2)) | FULL
+    "~((causal(offset=1) & ~prefix(length=2)) | array(mask=bool[5,7]))": lambda: (
+        ~((masks.causal(1) & ~masks.prefix(2)) | FULL)
     ),
 }
 
@@ -671,9 +737,6 @@ def drawing(mask, *sizes):
 def test_a_drawing_is_the_dense_mask(name):
     rule = built(name, jnp.int32)
     same(drawing(rule, T, S), looped(RULES[name][1]))
-    drawn = drawing(rule)
-    same(drawn, np.asarray(rule(jnp.arange(drawn.shape[0]), jnp.arange(drawn.shape[1]))))
-    assert str(rule) == f"{rule}" == rule.draw()
 
 
 SIZES = {
@@ -694,7 +757,8 @@ SIZES = {
 
 @pytest.mark.parametrize("mask, shape", SIZES.values(), ids=SIZES)
 def test_a_drawing_shows(mask, shape):
-    lines = str(mask).splitlines()[1:]
+    first, *lines = str(mask).splitlines()
+    assert first == f"{mask!r}      # ■ = may attend, on the first positions"
     assert len(lines) == shape[0]
     assert all(len(line.split()) == shape[1] for line in lines)
 

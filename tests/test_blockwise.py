@@ -1,0 +1,331 @@
+"""The blockwise engine: what it must not make, what it must skip, and that block sizes change nothing.
+
+That it keeps the contract is said elsewhere: the battery runs on every engine of conftest.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_close
+
+import jattn
+from jattn import _plan, _tile, biases, masks
+
+F32 = jnp.float32
+
+
+def normal(seed, *shape, dtype=F32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+T, S, H, D, N, K, BLOCK = 1024, 1000, 8, 4, 4, 2, (64, 64)
+
+OPTIONS = {
+    "no mask": lambda a: {},
+    "causal": lambda a: {"mask": masks.causal()},
+    "a window and traced lengths": lambda a: {"mask": masks.window(70, 3) & masks.lengths(key=a["length"])},
+    "traced segments": lambda a: {"mask": masks.segments(a["query_ids"], a["key_ids"], padding=0)},
+    "negated rules": lambda a: {"mask": ~(masks.causal() & masks.prefix(100)) | masks.window(2, 2)},
+    "positions": lambda a: {"mask": masks.causal(), "query_positions": a["query_ids"], "key_positions": a["key_ids"]},
+    "alibi, softcap and sink": lambda a: {"bias": biases.alibi(a["slopes"]), "softcap": 5.0, "sink": a["slopes"]},
+    "a relative table": lambda a: {"bias": biases.relative(a["table"])},
+    "dropout": lambda a: {"dropout_rate": 0.3, "dropout_rng": jax.random.key(0)},
+    "statistics": lambda a: {"return_stats": True},
+}
+
+
+@functools.cache
+def arrays():
+    return {
+        "query": normal(0, 1, T, N, H),
+        "key": normal(1, 1, S, K, H),
+        "value": normal(2, 1, S, K, D),
+        "length": jnp.array([777], jnp.int32),
+        "query_ids": jnp.arange(T, dtype=jnp.int32)[None] // 100,
+        "key_ids": jnp.arange(S, dtype=jnp.int32)[None] // 100,
+        "slopes": jnp.linspace(0.1, 1, N, dtype=F32),
+        "table": normal(3, N, 31),
+    }
+
+
+def loss(options, query, key, value):
+    a = arrays() | {"query": query, "key": key, "value": value}
+    out = jattn.attention(query, key, value, **options(a), method="blockwise", block_size=BLOCK)
+    return sum((x * 1.5).sum() for x in jax.tree.leaves(out))
+
+
+def transformed(options, what):
+    f = functools.partial(loss, options)
+    gradient = jax.grad(f, (0, 1, 2))
+    return {
+        "forward": f,
+        "gradient": gradient,
+        "jvp": lambda *x: jax.jvp(f, x, x),
+        "Hessian-vector product": lambda *x: jax.jvp(gradient, x, x),
+        "gradient of a gradient": jax.grad(lambda *x: sum((g**2).sum() for g in gradient(*x)), (0, 1, 2)),
+    }[what]
+
+
+def sizes(jaxpr):
+    """The number of elements of everything that a jaxpr makes, those in it included."""
+    for eqn in jaxpr.eqns:
+        yield from ((int(np.prod(v.aval.shape)), eqn.primitive.name, v.aval) for v in eqn.outvars)
+        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns"):
+                yield from sizes(inner)
+
+
+# Reverse over reverse saves a query tile's cotangents once for each of its key tiles: T·S·D / (keys of a tile).
+REVERSE_TWICE = pytest.param(
+    "gradient of a gradient", marks=pytest.mark.xfail(strict=True, reason="grows with T S, by D over the tile's keys")
+)
+
+
+@pytest.mark.parametrize("what", ["forward", "gradient", "jvp", "Hessian-vector product", REVERSE_TWICE])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_nothing_of_size_queries_times_keys_is_made(options, what):
+    a = arrays()
+    jaxpr = jax.make_jaxpr(transformed(options, what))(a["query"], a["key"], a["value"])
+    found = list(sizes(jaxpr.jaxpr))
+    assert max(n for n, *_ in found) < T * S / 8, max(found, key=lambda f: f[0])
+    # The walk did see the tiles.
+    assert max(n for n, *_ in found) >= N * BLOCK[0] * BLOCK[1]
+
+
+def test_the_walk_sees_what_the_dense_engine_makes():
+    a = arrays()
+    dense = jax.make_jaxpr(lambda q, k, v: jattn.attention(q, k, v, method="dense"))(a["query"], a["key"], a["value"])
+    assert max(n for n, *_ in sizes(dense.jaxpr)) >= T * S
+
+
+@functools.cache
+def compiled(what, length):
+    x = jax.ShapeDtypeStruct((1, length, 8, 64), F32)
+
+    def f(q, k, v):
+        return jattn.attention(q, k, v, method="blockwise").sum()
+
+    program = {
+        "gradient": jax.grad(f, (0, 1, 2)),
+        "jvp": lambda *x: jax.jvp(f, x, x),
+        "Hessian-vector product": lambda *x: jax.jvp(jax.grad(f, (0, 1, 2)), x, x),
+    }[what]
+    return jax.jit(program).lower(x, x, x).compile()
+
+
+def temporaries(what, length):
+    return compiled(what, length).memory_analysis().temp_size_in_bytes
+
+
+def test_the_gradient_at_8192_needs_at_most_64_megabytes():
+    assert temporaries("gradient", 8192) <= 64e6
+
+
+@pytest.mark.parametrize("what", ["gradient", "jvp", "Hessian-vector product"])
+def test_temporaries_grow_as_the_length_does(what):
+    assert temporaries(what, 16384) <= 2.2 * temporaries(what, 8192)
+
+
+def test_the_program_does_not_grow_with_the_length():
+    assert len(compiled("gradient", 16384).as_text().splitlines()) == len(
+        compiled("gradient", 8192).as_text().splitlines()
+    )
+
+
+def test_keys_are_never_repeated_for_the_queries_that_share_them():
+    q, k = jax.ShapeDtypeStruct((1, 512, 8, 16), F32), jax.ShapeDtypeStruct((1, 700, 1, 16), F32)
+
+    def f(q, k, v):
+        return jattn.attention(q, k, v, masks.causal(), method="blockwise", block_size=(64, 64)).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(f, (0, 1, 2)))(q, k, k)
+    repeated = {(8, 700, 16), (1, 8, 700, 16), (8, 64, 16), (1, 8, 64, 16)}
+    made = [aval.shape for _, name, aval in sizes(jaxpr.jaxpr) if name == "broadcast_in_dim"]
+    assert not [shape for shape in made if tuple(n for n in shape if n != 1) in {(8, 700, 16)}], repeated
+
+
+# Tiles ---------------------------------------------------------------------------------------------------------------
+
+
+def planned(mask, T, S, block, **positions):
+    x = _tile.Inputs(jnp.zeros((T, 1)), jnp.zeros((S, 1)), None, 1.0, mask=mask, **positions)
+    return _plan.plan(x, block)
+
+
+def tile_kinds(plan, visible):
+    """What each tile is, by looking at all its pairs."""
+    kinds = np.zeros((len(plan.queries.first), len(plan.keys.first)), int)
+    for i, (q0, q) in enumerate(zip(plan.queries.start, plan.queries.first, strict=True)):
+        for j, (k0, k) in enumerate(zip(plan.keys.start, plan.keys.first, strict=True)):
+            tile = visible[q0 : q0 + plan.queries.size, k0 : k0 + plan.keys.size]
+            whole = q0 == q and k0 == k
+            kinds[i, j] = _plan.FULL if tile.all() and whole else _plan.PARTIAL if tile.any() else _plan.EMPTY
+    return kinds
+
+
+IDS = np.array([1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 0, 0, 0, 0, 0], np.int32)
+EXACT = {
+    "causal": masks.causal(),
+    "causal, bottom-right": masks.causal(offset=-3),
+    "a window": masks.window(4, 1),
+    "a window on one side": masks.window(None, 2),
+    "lengths": masks.lengths(key=9, query=13),
+    "a prefix": masks.prefix(6),
+    "traced lengths": masks.lengths(key=jnp.int32(9)),
+    "a traced window": masks.window(jnp.int32(4), None),
+    "an array": masks.array(np.random.default_rng(0).random((17, 17)) < 0.05),
+    "an array for all queries": masks.array((np.arange(17) < 6)[None]),
+    "its negation": ~masks.lengths(key=9),
+}
+SOUND = {
+    "segments": masks.segments(IDS),
+    "segments with padding": masks.segments(IDS, padding=0),
+    "segments in no order": masks.segments(IDS[::-1] * 7 % 5, IDS),
+    "causal segments": masks.segments(IDS, padding=0) & masks.causal(),
+    "a union": masks.causal(offset=-6) | masks.prefix(3),
+    "De Morgan": ~(masks.causal() & ~masks.window(2, 2)),
+    "a function": masks.rule(lambda q, k: (q * k) % 3 == 0),
+    "a function and more": masks.rule(lambda q, k: (q * k) % 3 == 0) & masks.causal(),
+}
+
+
+@pytest.mark.parametrize("block", [(4, 4), (5, 3), (3, 17), (20, 20)])
+@pytest.mark.parametrize("mask", (EXACT | SOUND).values(), ids=EXACT | SOUND)
+def test_the_plan_leaves_out_no_visible_pair_and_masks_every_other(mask, block):
+    plan = planned(mask, 17, 17, block)
+    truth, kinds = tile_kinds(plan, np.asarray(mask.dense(17, 17))), np.asarray(plan.kinds)
+    visited = np.zeros(truth.shape, bool)
+    visited[plan.steps[:, 0], plan.steps[:, 1]] = True
+    assert (visited | (truth == _plan.EMPTY)).all()
+    assert ((kinds != _plan.EMPTY) | (truth == _plan.EMPTY)).all()
+    assert ((kinds != _plan.FULL) | (truth == _plan.FULL)).all()
+    if any(mask is m for m in EXACT.values()):
+        # The last tile along an axis begins early; the pairs of an earlier tile in it may make it look needed.
+        whole = np.logical_and.outer(plan.queries.first == plan.queries.start, plan.keys.first == plan.keys.start)
+        np.testing.assert_array_equal(kinds[whole], truth[whole])
+
+
+def test_what_is_static_is_no_part_of_the_program():
+    assert len(planned(masks.causal(), 64, 64, (8, 8)).steps) == 36
+    assert len(planned(masks.window(7, 0), 64, 64, (8, 8)).steps) == 15
+    assert len(planned(masks.lengths(key=9), 64, 64, (8, 8)).steps) == 16
+    assert len(planned(masks.causal() & masks.segments(jnp.arange(64) // 8), 64, 64, (8, 8)).steps) == 36
+
+
+def visits(f, *args):
+    """How many tiles `f` reads: it gets a mask that counts them when they are read."""
+    count = []
+
+    def counting(q, k):
+        jax.debug.callback(lambda: count.append(1))
+        return q >= q
+
+    jax.block_until_ready(jax.jit(lambda *args: f(masks.rule(counting), *args))(*args))
+    jax.effects_barrier()
+    return len(count)
+
+
+def run(mask, batch=()):
+    q = normal(0, *batch, 64, 2, 4)
+    return jattn.attention(q, q, q, mask, method="blockwise", block_size=(8, 8))
+
+
+IDS_OF_EIGHT = jnp.arange(64, dtype=jnp.int32) // 8
+
+
+@pytest.mark.parametrize(
+    ("f", "args", "tiles"),
+    {
+        "everything": (lambda c: run(c), (), 64),
+        "causal": (lambda c: run(c & masks.causal()), (), 36),
+        "a traced length": (lambda c, n: run(c & masks.lengths(key=n)), (jnp.int32(9),), 16),
+        "traced lengths of a batch, as far as the longest": (
+            lambda c, n: run(c & masks.lengths(key=n), (3,)),
+            (jnp.array([1, 17, 3], jnp.int32),),
+            24,
+        ),
+        "lengths under vmap": (
+            lambda c, n: jax.vmap(lambda n: run(c & masks.lengths(key=n)))(n),
+            (jnp.array([1, 17, 3], jnp.int32),),
+            24,
+        ),
+        "eight traced segments": (lambda c, ids: run(c & masks.segments(ids)), (IDS_OF_EIGHT,), 8),
+        "eight segments of a batch under vmap": (
+            lambda c, ids: jax.vmap(lambda ids: run(c & masks.segments(ids)))(ids),
+            (jnp.stack([IDS_OF_EIGHT, IDS_OF_EIGHT + 5]),),
+            8,
+        ),
+        "a window over traced positions": (
+            lambda c, p: jattn.attention(
+                *[normal(0, 64, 1, 4)] * 3, c & masks.window(7, 0), query_positions=p, key_positions=p,
+                method="blockwise", block_size=(8, 8),
+            ),
+            (jnp.arange(64, dtype=jnp.int32) + 1000,),
+            15,
+        ),
+    }.values(),
+    ids=lambda x: None,
+)
+def test_tiles_without_a_visible_pair_are_not_read(f, args, tiles):
+    assert visits(f, *args) == tiles
+
+
+def test_the_backward_pass_skips_them_too():
+    def gradient(c, n):
+        q = normal(0, 64, 2, 4)
+        mask = c & masks.lengths(key=n)
+        return jax.grad(lambda q: jattn.attention(q, q, q, mask, method="blockwise", block_size=(8, 8)).sum())(q)
+
+    # Once to fold, once to be recomputed. The callback has no part in what is recomputed for the transpose.
+    assert visits(gradient, jnp.int32(9)) % 16 == 0
+    assert visits(gradient, jnp.int32(9)) < 64
+
+
+# Agreement -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (9, 9), (63, 65), (129, 1), (1, 92)], ids=str)
+@pytest.mark.parametrize("block", [(16, 16), (7, 11)], ids=str)
+def test_block_sizes_change_nothing(sizes, block):
+    (T, S), mask = sizes, masks.causal(offset=1)
+    q, k, v = (normal(i, *s, dtype=jnp.float64) for i, s in enumerate([(T, 3), (S, 3), (S, 2)]))
+
+    def value_and_gradients(**how):
+        def f(q, k, v):
+            out, stats = jattn.attend(q, k, v, mask, return_stats=True, **how)
+            return (out**2).sum() + stats.entropy.sum(), (out, stats)
+
+        return jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(q, k, v)
+
+    got = value_and_gradients(method="blockwise", block_size=block)
+    expected = value_and_gradients(method="dense")
+    jax.tree.map(functools.partial(assert_close, factor=10), got, expected)
+
+
+def test_dropout_has_the_same_bits_in_every_engine():
+    q, v = normal(0, 13, 4), jnp.eye(13, dtype=F32)
+    how = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(7)}
+    outs = [jattn.attend(q, q, v, **how, method="dense")] + [
+        jattn.attend(q, q, v, **how, method="blockwise", block_size=b) for b in [(4, 4), (13, 2), (5, 9)]
+    ]
+    for out in outs[1:]:
+        np.testing.assert_array_equal(out == 0, outs[0] == 0)
+
+
+@pytest.mark.parametrize("order", [3])
+def test_the_third_derivative_is_right(order):
+    # out = sigmoid(2 q), so out''' = -2^3 (1 - 6 s (1 - s)) s (1 - s) ... at q = 0: -1.
+    def out(q):
+        k, v = jnp.array([[-1.0], [1.0]]), jnp.array([[0.0], [1.0]])
+        return jattn.attend(q[None, None], k, v, scale=1.0, method="blockwise", block_size=(1, 1))[0, 0]
+
+    f = out
+    for _ in range(order):
+        f = jax.grad(f)
+    assert_close(f(jnp.float64(0.0)), -1.0)
