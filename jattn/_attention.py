@@ -299,21 +299,38 @@ class _Call:
 
     def sources(self, mask, bias):
         if mask is not None:
-            self._source("mask", _as_rule(self.who, "mask", mask, masks.Mask), mask, [("*B?",), ("*B?", "N?")])
+            self._source("mask", mask, masks, masks.Mask, [("*B?",), ("*B?", "N?")])
         if bias is not None:
-            self._source("bias", _as_rule(self.who, "bias", bias, biases.Bias), bias, [("N?",), ("*B?", "N?")])
+            self._source("bias", bias, biases, biases.Bias, [("N?",), ("*B?", "N?")])
 
-    def _source(self, what, rule, given, leads):
-        if rule is not given:
-            full = self._axes("*B?", "N?", "T?", "S?")
-            wrong_rank = what == "mask" and self.heads and np.ndim(given) != len(_checks.expand(full, self.sizes))
-            hint = "For a [B, S] padding mask pass mask[:, None, None, :] or masks.lengths(key=...)." * wrong_rank
-            _checks.shape(self.who, what, given, full, self.sizes, hint=hint)
+    def _source(self, what, x, module, kind, leads):
+        if isinstance(x, kind):
+            rule = x
+        elif isinstance(x, _rules.Rule):
+            must, other = f"a rule from {module.__name__} or an array", "bias" if what == "mask" else "mask"
+            raise TypeError(f"{self.who}: {what} must be {must}, got {x!r}, a {other}.")
+        elif callable(x):
+            hint = f"Pass {module.__name__}.rule(fn)."
+            raise TypeError(f"{self.who}: {what} must be a rule or an array, got a function. {hint}")
+        else:
+            rule = module.array(self._array(what, x))
         self.args[what] = rule
         self.axes[what] = [
             self._led(name, leaf, core, [(), *leads] if self.heads else [()])
             for leaf, (name, core) in zip(jax.tree.leaves(rule), rule.leaf_axes(), strict=True)
         ]
+
+    def _array(self, what, x):
+        """A mask or bias given as an array, of the full rank of the logits."""
+        full, hint = self._axes("*B?", "N?", "T?", "S?"), ""
+        if what == "mask":
+            x = _checks.boolean(self.who, what, x, masks.NOT_BOOLEAN)
+            if self.heads and x.ndim != len(_checks.expand(full, self.sizes)):
+                hint = "For a [B, S] padding mask pass mask[:, None, None, :] or masks.lengths(key=...)."
+        else:
+            x = _checks.floating(self.who, what, x, biases.NOT_FLOATING)
+        _checks.shape(self.who, what, x, full, self.sizes, hint=hint)
+        return x
 
     def _led(self, name, leaf, core, leads):
         """The axes of a leaf. What leads them is told by their number alone, never by their sizes."""
@@ -400,21 +417,6 @@ class _Call:
         levels = {f"B{i}": n for i, n in enumerate(B)} | ({"K": K, "G": self.sizes["N"] // K} if self.heads else {})
         axes = tuple((what, tuple(_spelled(a, len(B)) for a in self.axes[what])) for what in sorted(args))
         return {"axes": axes, "levels": tuple(levels.items()), "T": self.sizes["T"], "S": self.sizes["S"]}
-
-
-def _as_rule(who, what, x, kind):
-    module = masks if kind is masks.Mask else biases
-    if isinstance(x, kind):
-        return x
-    if isinstance(x, _rules.Rule):
-        other = "bias" if what == "mask" else "mask"
-        raise TypeError(f"{who}: {what} must be a rule from {module.__name__} or an array, got {x!r}, a {other}.")
-    if callable(x):
-        raise TypeError(f"{who}: {what} must be a rule or an array, got a function. Pass {module.__name__}.rule(fn).")
-    x = _checks.array(who, what, x)
-    if what == "mask":
-        return masks.array(_checks.boolean(who, what, x, masks.NOT_BOOLEAN))
-    return biases.array(_checks.floating(who, what, x, biases.NOT_FLOATING))
 
 
 def _spelled(axes, rank):

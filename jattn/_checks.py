@@ -70,11 +70,16 @@ def rank(who, what, x, axes, *, at_least=False, hint=""):
 
 
 def array(who, what, x):
-    """`x` as an array. NumPy arrays stay NumPy, so that their values are known while tracing."""
+    """`x` as an array. NumPy arrays, lists and numbers become NumPy's, so that their values are known while tracing."""
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         return x
-    try:
+    if hasattr(x, "__jax_array__"):
         return jnp.asarray(x)
+    try:
+        out = np.asarray(x)
+        if out.dtype.kind in "OUS":
+            raise TypeError
+        return out.astype(jax.dtypes.canonicalize_dtype(out.dtype))
     except (TypeError, ValueError):
         raise _error(TypeError, who, what, "an array", type(x).__name__) from None
 

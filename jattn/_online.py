@@ -95,7 +95,9 @@ def _stacked(what, parts):
     if not parts:
         return jnp.zeros((0, 0))
     for i, x in enumerate(parts):
-        _checks.shape("merge", f"{what}[{i}]", x, ("*B",), {"B": parts[0].shape}, hint="All parts have one shape.")
+        like = {str(n): n for n in parts[0].shape}
+        axes = [str(n) for n in parts[0].shape]
+        _checks.shape("merge", f"{what}[{i}]", x, axes, like, hint="All parts have one shape.")
         if x.dtype != parts[0].dtype:
             raise TypeError(f"merge: {what} must share one dtype, got {parts[0].dtype} and {x.dtype}.")
     return jnp.stack(parts)

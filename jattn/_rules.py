@@ -193,11 +193,15 @@ def is_array(x):
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
+def is_int(x):
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
 def integer(who, what, x, *, at_least=None, optional=False):
     """A Python int, which stays one and is static, or an array of integers, which becomes a leaf, int32."""
-    if x is None and optional:
+    if optional and x is None:
         return None
-    static = isinstance(x, int) and not isinstance(x, bool)
+    static = is_int(x)
     if not static and not (is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)):
         raise TypeError(f"{who}: {what} must be an int or an array of integers, got {_described(x)}.")
     if _checks.known(x):
@@ -226,10 +230,10 @@ def function(who, what, fn):
     return fn
 
 
-def fits(who, out, pairs, dtypes, must):
+def fits(who, out, pairs, dtypes, must, hint=""):
     """The tile `out` of a caller's function, if it has one of the dtypes and the shape of `pairs`."""
     if not is_array(out) or not jnp.issubdtype(out.dtype, dtypes):
-        raise TypeError(f"{who} must return {must}, got {_described(out)}.")
+        raise TypeError(f"{who} must return {must}, got {_described(out)}.{' ' + hint if hint else ''}")
     fitting = out.ndim == 2 and all(n in (1, full) for n, full in zip(out.shape, pairs.shape, strict=True))
     if not fitting:
         must = f"(t, s) = {_checks.tupled(pairs.shape)}, each axis full or 1"

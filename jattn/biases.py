@@ -35,7 +35,7 @@ def alibi(slopes):
         >>> biases.alibi(jnp.float32(0.5)).dense(1, 3).tolist()
         [[0.0, -0.5, -1.0]]
     """
-    if isinstance(slopes, int) and not isinstance(slopes, bool):
+    if _rules.is_int(slopes):
         if slopes < 1:
             raise ValueError(f"biases.alibi: N must be >= 1, got {slopes}.")
         slopes = np.array(_standard_slopes(slopes), np.float32)
@@ -78,8 +78,9 @@ def relative(table, buckets=None):
     """
     table = _checks.floating("biases.relative", "table", table, NOT_FLOATING)
     _checks.rank("biases.relative", "table", table, ("*B", "L"), at_least=True)
-    if buckets is None and table.shape[-1] % 2 == 0:
-        raise ValueError(f"biases.relative: L = 2 R + 1 must be odd, got {table.shape[-1]}. Pass buckets for others.")
+    L = np.shape(table)[-1]
+    if buckets is None and L % 2 == 0:
+        raise ValueError(f"biases.relative: L = 2 R + 1 must be odd, got {L}. Pass buckets for others.")
     if buckets is not None:
         buckets = _rules.function("biases.relative", "buckets", buckets)
     return Bias(_RELATIVE, {"table": table, "buckets": buckets})
@@ -151,4 +152,5 @@ def rule(fn, *arrays, ranks=()):
 
 def _rule(pairs, fn, **arrays):
     out = fn(pairs.query_positions, pairs.key_positions, *arrays.values())
-    return _rules.fits("biases.rule: fn", out, pairs, np.floating, "floats; a boolean rule goes in `mask`")
+    hint = NOT_FLOATING if getattr(out, "dtype", None) == np.bool_ else ""
+    return _rules.fits("biases.rule: fn", out, pairs, np.floating, "floats", hint)

@@ -261,9 +261,7 @@ def _segments_bounds(tiles, query_ids, key_ids, padding):
     return some, every
 
 
-_SEGMENTS = Kind(
-    "segments", _segments, (("query_ids", ("T",)), ("key_ids", ("S",)), ("padding", ())), _segments_bounds
-)
+_SEGMENTS = Kind("segments", _segments, (("query_ids", ("T",)), ("key_ids", ("S",)), ("padding", ())), _segments_bounds)
 
 
 def prefix(length):
@@ -318,6 +316,7 @@ def array(mask):
 
 
 NOT_BOOLEAN = "Scores that are added go in `bias`; for a 0/1 mask pass `mask != 0`."
+
 
 def _array(pairs, mask):
     return pairs.columns(pairs.rows(mask, 0), 1)

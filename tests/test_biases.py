@@ -1,5 +1,6 @@
 """Bias rules: each against a Python loop over its pairs, its gradients against sums over pairs, and its edges."""
 
+import dataclasses
 import math
 
 import jax
@@ -457,11 +458,12 @@ def test_repr_is_the_call(text):
 # What is refused
 
 
+@dataclasses.dataclass
 class Unhashable:
-    __hash__ = None
+    rate: float = 0.5
 
     def __call__(self, q, k):
-        return q * 1.0
+        return -self.rate * abs(q - k)
 
 
 NOT_FLOATING = "A boolean mask goes in `mask`."

@@ -83,7 +83,7 @@ def test_options_agree_with_the_reference(case, engine):
         assert_close(getattr(stats, name), expected[name], factor=10)
 
 
-@pytest.mark.parametrize("case", list(CASES.values())[::4], ids=list(CASES)[::4])
+@pytest.mark.parametrize("case", list(CASES.values())[::8], ids=list(CASES)[::8])
 def test_options_have_the_derivatives_of_the_reference_in_both_modes(case, engine):
     case = case._replace(stats=True)
     args, mask, call, expected = battery.problem(case)
@@ -108,9 +108,7 @@ def test_options_have_the_derivatives_of_the_reference_in_both_modes(case, engin
     args = jax.tree.map(jnp.asarray, args)
     out, pushed, pulled = both(args, mask, tangent, cotangent)
     step = 1e-6
-    moved = [
-        {name: np.asarray(x) + sign * step * tangent[name] for name, x in args.items()} for sign in (1, -1)
-    ]
+    moved = [{name: np.asarray(x) + sign * step * tangent[name] for name, x in args.items()} for sign in (1, -1)]
     plus, minus = (finite(_dictionary(expected(args))) for args in moved)
     for name, x in finite(_dictionary(expected(args))).items():
         assert_close(out[name], x, factor=10)
@@ -185,13 +183,13 @@ def test_any_subset_of_mask_sources_is_their_conjunction(count, engine):
         rules = [sources[name][0] for name in chosen]
         dense = np.logical_and.reduce([np.ones((T, S), bool), *(sources[name][1] for name in chosen)])
         mask = functools.reduce(lambda a, b: a & b, rules) if rules else None
-        for bias in (None, holes):
-            expected = dense if bias is None else dense & (holes > -INF)
-            options = dict(dropout_rate=1e-12, dropout_rng=jax.random.key(0)) if bias is not None else {}
-            _, stats = attend(*one_head(), mask, bias, return_stats=True, **options, **engine)
-            np.testing.assert_array_equal(np.isneginf(stats.max_logit), ~expected.any(1))
-            weights = attention_weights(*(x[:, None] for x in one_head()[:2]), _led(mask), _led(bias))[0]
-            np.testing.assert_array_equal(np.asarray(weights) > 0, expected)
+        bias = holes if len(chosen) % 2 else None
+        expected = dense & (holes > -INF) if len(chosen) % 2 else dense
+        options = dict(dropout_rate=1e-12, dropout_rng=jax.random.key(0)) if chosen[:1] == ("array",) else {}
+        _, stats = attend(*one_head(), mask, bias, return_stats=True, **options, **engine)
+        np.testing.assert_array_equal(np.isneginf(stats.max_logit), ~expected.any(1))
+        weights = attention_weights(*(x[:, None] for x in one_head()[:2]), _led(mask), _led(bias))[0]
+        np.testing.assert_array_equal(np.asarray(weights) > 0, expected)
 
 
 def _led(x):
@@ -390,6 +388,15 @@ DRESSES = {
     "alibi, float32": (np.float32, {}, {}, False),
 }
 
+PLAIN, RICHLY, ALIBI = DRESSES
+WORN = [(form, PLAIN) for form in FORMS] + [
+    ("a mask array", RICHLY),
+    ("half causal, half a bias", RICHLY),
+    ("grouped heads", RICHLY),
+    ("a rule of positions", ALIBI),
+    ("grouped heads by the user's own vmap", ALIBI),
+]
+
 
 def _isolation_inputs(form, dress):
     _, n, _, visible, holes = FORMS[form]
@@ -517,8 +524,7 @@ LINEAR_KINDS = {"cotangent": ("vjp", "hvp", "grad of grad"), "tangent": ("jvp", 
 
 
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
-@pytest.mark.parametrize("dress", DRESSES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, dress", WORN)
 def test_a_bad_key_harms_only_the_queries_that_see_it(form, dress, poison, engine):
     f, (args, tangent, cotangent), clean = _isolation(form, dress, frozen(engine))
     _, n, _, visible, _ = FORMS[form]
@@ -541,8 +547,7 @@ def test_a_bad_key_harms_only_the_queries_that_see_it_eagerly(engine):
     _check(form, jax.tree.map(np.asarray, clean), result, BEFORE[None, :, 2], ALL_KINDS, shown=True)
 
 
-@pytest.mark.parametrize("dress", DRESSES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, dress", WORN)
 def test_a_bad_batch_element_or_head_harms_no_other(form, dress, engine):
     f, (args, tangent, cotangent), clean = _isolation(form, dress, frozen(engine))
     _, n, _, visible, _ = FORMS[form]
@@ -556,8 +561,7 @@ def test_a_bad_batch_element_or_head_harms_no_other(form, dress, engine):
 
 
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
-@pytest.mark.parametrize("dress", DRESSES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, dress", WORN)
 def test_a_bad_query_harms_only_itself_and_the_keys_that_it_sees(form, dress, poison, engine):
     f, (args, tangent, cotangent), clean = _isolation(form, dress, frozen(engine))
     _, n, _, visible, _ = FORMS[form]
@@ -569,8 +573,7 @@ def test_a_bad_query_harms_only_itself_and_the_keys_that_it_sees(form, dress, po
 
 
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
-@pytest.mark.parametrize("dress", [name for name, dress in DRESSES.items() if dress[3]])
-@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if not form[4]])
+@pytest.mark.parametrize("form, dress", [worn for worn in WORN if not FORMS[worn[0]][4] and DRESSES[worn[1]][3]])
 def test_a_bad_bias_harms_only_the_row_that_sees_it(form, dress, poison, engine):
     f, (args, tangent, cotangent), clean = _isolation(form, dress, frozen(engine))
     _, n, _, visible, _ = FORMS[form]
@@ -587,8 +590,7 @@ def test_a_bad_bias_harms_only_the_row_that_sees_it(form, dress, poison, engine)
 
 
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
-@pytest.mark.parametrize("dress", DRESSES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, dress", WORN)
 def test_a_bad_cotangent_or_tangent_of_a_row_harms_only_what_the_row_sees(form, dress, poison, engine):
     f, (args, tangent, cotangent), clean = _isolation(form, dress, frozen(engine))
     _, n, _, visible, _ = FORMS[form]
@@ -607,8 +609,7 @@ def test_a_bad_cotangent_or_tangent_of_a_row_harms_only_what_the_row_sees(form, 
 
 
 @pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
-@pytest.mark.parametrize("dress", DRESSES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, dress", WORN)
 def test_a_bad_tangent_of_a_key_or_bias_harms_only_the_queries_that_see_it(form, dress, poison, engine):
     f, (args, tangent, cotangent), clean = _isolation(form, dress, frozen(engine))
     _, n, _, visible, _ = FORMS[form]
@@ -748,8 +749,9 @@ def test_a_softcap_does_not_hide_an_infinite_key(engine):
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-@pytest.mark.parametrize("bias_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype, bias_dtype", [*zip(DTYPES, DTYPES, strict=True), *zip(DTYPES, DTYPES[::-1], strict=True)]
+)
 def test_results_and_gradients_have_their_dtypes(dtype, bias_dtype, engine):
     query, key, value = (x.astype(jnp.dtype(dtype)) for x in one_head())
     bias = jnp.asarray(normal(3, 1, S)).astype(jnp.dtype(bias_dtype))
@@ -785,7 +787,9 @@ def test_long_half_precision_sums_are_taken_in_float32(engine):
     value = np.ones((4099, 1), np.float16)
     _, stats = attend(np.zeros((1, 2), np.float16), np.zeros((4099, 2), np.float16), value, return_stats=True, **engine)
     assert_close(stats.lse, [np.log(4099)], "float32")
-    assert_close(attend(np.zeros((1, 2), np.float16), np.zeros((4099, 2), np.float16), value, **engine), [[1]], "float16")
+    assert_close(
+        attend(np.zeros((1, 2), np.float16), np.zeros((4099, 2), np.float16), value, **engine), [[1]], "float16"
+    )
 
 
 # Clauses 6, 7: positions and heads
@@ -914,7 +918,9 @@ def test_no_keys_make_every_row_empty(engine):
     leaves_equal((out, *stats), (np.zeros((T, D)), np.full(T, -INF), np.full(T, -INF), np.zeros(T)))
 
 
-@pytest.mark.parametrize("shape", list(itertools.product((2, 1), (4, 1), (T, 1), (S, 1))), ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 4, T, S), (1, 4, T, 1), (2, 1, 1, S), (1, 1, T, S), (2, 4, 1, 1), (1, 1, 1, 1)], ids=str
+)
 def test_each_axis_of_a_mask_and_bias_array_is_full_or_one(shape, engine):
     mask = np.random.default_rng(1).random(shape) < 0.7
     bias = normal(2, *shape)
@@ -1284,7 +1290,8 @@ def test_dropout_keeps_the_mean_and_the_share_that_it_is_told_to(engine):
     kept = dropped(128, 128, rate=0.25, **engine)
     assert abs(kept.mean() - 0.75) < 0.02  # 16384 draws: six standard deviations
     assert abs(kept[:, 1:][kept[:, :-1]].mean() - 0.75) < 0.03 and abs(kept[1:][kept[:-1]].mean() - 0.75) < 0.03
-    out = attend(np.zeros((T, 1)), np.zeros((S, 1)), np.eye(S), dropout_rate=0.25, dropout_rng=jax.random.key(3), **engine)
+    options = dict(dropout_rate=0.25, dropout_rng=jax.random.key(3), **engine)
+    out = attend(np.zeros((T, 1)), np.zeros((S, 1)), np.eye(S), **options)
     assert_close(np.unique(np.round(out, 12)), np.round([0, 1 / (S * 0.75)], 12), factor=10)
 
 
@@ -1295,7 +1302,11 @@ def test_dropout_at_rate_0_is_no_dropout_and_at_rate_1_is_nothing(engine):
             return out, stats
 
         out, pull = jax.vjp(g, *one_head())
-        return out, pull((jnp.ones((T, D)), jax.tree.map(jnp.zeros_like, out[1]))), jax.jvp(g, one_head(), one_head())[1]
+        return (
+            out,
+            pull((jnp.ones((T, D)), jax.tree.map(jnp.zeros_like, out[1]))),
+            jax.jvp(g, one_head(), one_head())[1],
+        )
 
     leaves_equal(f(0.0, jax.random.key(0)), f(0.0, None))
     (out, stats), gradient, (pushed, _) = f(1.0, jax.random.key(0))
@@ -1446,7 +1457,9 @@ def test_everything_holds_without_x64(engine):
         mask = masks.causal(np.arange(1)[0]) & masks.lengths(key=np.int64(4))
 
         def f(query, key, value):
-            return attend(query, key, value, mask, normal(7, T, S), query_positions=positions, return_stats=True, **engine)
+            return attend(
+                query, key, value, mask, normal(7, T, S), query_positions=positions, return_stats=True, **engine
+            )
 
         out, stats = f(query, key, value)
         exact = reference.attention(
@@ -1490,10 +1503,9 @@ def test_weights_times_values_are_the_output(case):
     args, mask, _, expected = battery.problem(case)
     leaf, build, _ = battery.BIASES[case.bias](n)
     positions, _, _ = battery.POSITIONS[case.positions](n)
+    exact = expected(args)
     value = args.pop("value")
-    args["bias"] = build(args.get("bias"))
-    weights = attention_weights(**args, mask=mask, **positions)
-    exact = expected(dict({k: v for k, v in args.items() if k != "bias"}, value=value, **({} if leaf is None else {"bias": leaf})))
+    weights = attention_weights(**args | {"bias": build(leaf)}, mask=mask, **positions)
     assert_close(weights, exact.weights, factor=10)
     repeated = np.moveaxis(np.repeat(value, n.N // n.K, axis=-2), -2, -3)
     assert_close(np.moveaxis(np.asarray(weights) @ repeated, -3, -2), exact.out, factor=10)
@@ -1642,7 +1654,9 @@ def test_permuting_keys_with_their_values_changes_nothing(engine):
     query, key, value = one_head()
     order = np.random.default_rng(0).permutation(S)
     f = functools.partial(attend, query, return_stats=True, **engine)
-    got = f(key[order], value[order], masks.causal() | ISLANDS[:, order], normal(3, T, S)[:, order], key_positions=order)
+    got = f(
+        key[order], value[order], masks.causal() | ISLANDS[:, order], normal(3, T, S)[:, order], key_positions=order
+    )
     leaves_close(got, f(key, value, masks.causal() | ISLANDS, normal(3, T, S)))
 
 
@@ -1667,7 +1681,9 @@ def test_a_rule_is_its_dense_array(name, engine):
             np.testing.assert_array_equal(mask.dense(T, S), full[0])
             np.testing.assert_array_equal((~mask).dense(T, S), ~full[0])
     args = inputs(n)
-    leaves_close(attention(*args, mask, return_stats=True, **engine), attention(*args, full, return_stats=True, **engine))
+    leaves_close(
+        attention(*args, mask, return_stats=True, **engine), attention(*args, full, return_stats=True, **engine)
+    )
 
 
 def test_de_morgan(engine):
