@@ -272,7 +272,7 @@ def _entropy(weights, axis):
     weights = weights.astype(_visible.wide(weights.dtype))
     # -w ln w is 0 at w = 0, but its slope -ln w - 1 is +inf there. We say 0, because softmax multiplies what comes
     # back by w, and 0 * inf would be NaN. 1 ln 1 = 0 too, so a 1 stands in for every weight of 0; and for every
-    # subnormal one, whose reciprocal, the curvature, would overflow.
+    # subnormal one, whose reciprocal, the curvature, would overflow (where they are kept: XLA:CPU reads 0).
     weights = jnp.where(jnp.abs(weights) < jnp.finfo(weights.dtype).tiny, 1, weights)
     return _surprise(weights).sum(axis)
 
