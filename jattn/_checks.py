@@ -1,11 +1,13 @@
 """The one place that words an error: who, what must hold, in axis letters with this call's sizes, what came."""
 
 import math
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import checkify
 
 
@@ -69,7 +71,7 @@ def rank(who, what, x, axes, *, at_least=False, hint=""):
         raise _error(ValueError, who, what, tupled(axes), tupled(np.shape(x)), hint) from None
 
 
-def array(who, what, x):
+def array(who, what, x) -> Any:
     """`x` as an array. NumPy arrays, lists and numbers become NumPy's, so that their values are known while tracing."""
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         return x
@@ -156,7 +158,7 @@ def choice(who, what, x, options):
 
 def known(*trees):
     """Whether every array in `trees` has a value now, not only once the program runs."""
-    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trees))
+    return not any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
 
 
 def no_empty_rows(who, empty):

@@ -110,8 +110,7 @@ def _jvp(primals, tangents, *, spec, levels):
         terms.append(_bind(spec, levels, dx, y, visible))
     if not isinstance(dy, ad.Zero):
         terms.append(_bind(spec, levels, x, dy, visible))
-    if not terms:
-        return out, ad.Zero.from_primal_value(out)
+    # JAX asks only where a tangent is not zero: there is a term.
     return out, sum(terms[1:], terms[0])
 
 

@@ -47,4 +47,5 @@ def assert_close(got, expected, dtype="float64", factor=1.0):
     np.testing.assert_array_equal(got[~finite], expected[~finite])
     assert np.isfinite(got[finite]).all()
     size = max(1.0, np.abs(expected[finite]).max(initial=0.0))
-    np.testing.assert_allclose(got[finite], expected[finite], rtol=0, atol=factor * TOLERANCE[str(np.dtype(dtype))] * size)
+    atol = factor * TOLERANCE[str(np.dtype(dtype))] * size
+    np.testing.assert_allclose(got[finite], expected[finite], rtol=0, atol=atol)

@@ -468,7 +468,6 @@ class Unhashable:
 
 NOT_FLOATING = "A boolean mask goes in `mask`."
 NOT_HASHABLE = "Pass the arrays that it holds as arrays of a rule."
-FLOATS = "floats; a boolean rule goes in `mask`"
 WRONG_TYPES = {
     f"biases.alibi: slopes must be floating, got bool. {NOT_FLOATING}": lambda: biases.alibi(True),
     f"biases.alibi: slopes must be floating, got int64. {NOT_FLOATING}": lambda: biases.alibi(np.arange(3)),
@@ -489,9 +488,11 @@ WRONG_TYPES = {
     "biases.rule: fn must be a function, got ndarray.": lambda: biases.rule(FULL),
     f"biases.rule: fn must be hashable, got Unhashable. {NOT_HASHABLE}": lambda: biases.rule(Unhashable()),
     "biases.rule: array0 must be an array, got dict.": lambda: biases.rule(log_distance, {}),
-    f"biases.rule: fn must return {FLOATS}, got bool.": lambda: biases.rule(lambda q, k: q < k).dense(2, 3),
-    f"biases.rule: fn must return {FLOATS}, got int32.": lambda: biases.rule(lambda q, k: q - k).dense(2, 3),
-    f"biases.rule: fn must return {FLOATS}, got 0.0.": lambda: biases.rule(lambda q, k: 0.0).dense(2, 3),
+    f"biases.rule: fn must return floats, got bool. {NOT_FLOATING}": lambda: biases.rule(lambda q, k: q < k).dense(
+        2, 3
+    ),
+    "biases.rule: fn must return floats, got int32.": lambda: biases.rule(lambda q, k: q - k).dense(2, 3),
+    "biases.rule: fn must return floats, got 0.0.": lambda: biases.rule(lambda q, k: 0.0).dense(2, 3),
 }
 WRONG_VALUES = {
     "biases.alibi: N must be >= 1, got 0.": lambda: biases.alibi(0),

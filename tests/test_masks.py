@@ -758,7 +758,7 @@ SIZES = {
     "one token": (masks.segments(np.zeros(1, int)), (1, 1)),
     "no token": (masks.segments(np.zeros(0, int)), (0, 0)),
     "the smaller of two arrays": (masks.array(np.ones((3, 6), bool)) | np.ones((4, 5), bool), (3, 5)),
-    "numbers of a rule's arrays": (masks.rule(lambda q, k, n: q < n, 8), (10, 10)),
+    "numbers of a rule's arrays": (masks.rule(lambda q, k, n: q < n, np.int32(8)), (10, 10)),
     "but not those that are no sizes": (masks.rule(nearer, NAN), (4, 4)),
 }
 
