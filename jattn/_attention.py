@@ -234,8 +234,7 @@ def _head(args, T, S):
     args.setdefault("scale", np.asarray(1 / math.sqrt(args["query"].shape[1]), _visible.wide(args["query"].dtype)))
     rows = args.pop("rows", None)
     if rows is not None:
-        # A row that is not there is NaN, as everything is that a caller asks to see and that is not a number.
-        args["query"] = jnp.take(args["query"], rows, axis=0, mode="fill", fill_value=jnp.nan)
+        args["query"] = jnp.take(args["query"], rows, axis=0, mode="clip")
     x = _tile.inputs(**args)
     positions = x.query_positions, x.key_positions
     return x, _rules.all_pairs(T, S, *positions) if rows is None else _rules.some_rows(rows, S, *positions)
@@ -255,7 +254,12 @@ _out_and_stats = functools.partial(_out, stats=True)
 
 
 def _weights(args, T, S, block):
-    return _dense.weights(*_head(args, T, S))
+    weights = _dense.weights(*_head(args, T, S))
+    if "rows" not in args:
+        return weights
+    # A row that is not there is shown as no number.
+    there = (args["rows"] >= 0) & (args["rows"] < T)
+    return jnp.where(there[:, None], weights, jnp.nan)
 
 
 def _empty(args, T, S, block):

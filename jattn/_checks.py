@@ -128,6 +128,11 @@ def integral(who, what, x):
     x = array(who, what, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise _error(TypeError, who, what, "integers", x.dtype)
+    if known(x) and x.size:
+        # NumPy, because inside a jit jnp makes tracers, of constants too.
+        low, high = np.asarray(x).min(), np.asarray(x).max()
+        if low < -(2**31) or high >= 2**31:
+            raise _error(ValueError, who, what, "within 32 bits", high if high >= 2**31 else low)
     return x.astype(np.int32)
 
 

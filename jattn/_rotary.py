@@ -1,6 +1,7 @@
 """Rotary positions: queries and keys turned by angles that grow with position, so that products see differences."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 from jattn import _checks, _visible
 
 
-def rotary(x, positions, *, base=10_000.0, interleaved=False):
+def rotary(x, positions, *, base: Any = 10_000.0, interleaved=False):
     """Turns each pair of features by an angle proportional to position: for queries and keys, never for values.
 
     The product of a query and a key that are both turned depends on the difference of their positions alone. Norms

@@ -74,21 +74,6 @@ class Stats(NamedTuple):
     entropy: Any
 
 
-@jax.custom_jvp
-def scaled(query, scale):
-    """query * scale."""
-    return query * scale
-
-
-@scaled.defjvp
-def _(primals, tangents):
-    query, scale = primals
-    d_query, d_scale = tangents
-    # The scale is shared by all rows: one that is empty must not reach its derivative, even if its query is NaN. A NaN
-    # in a row that is not empty reaches it through the row's cotangent.
-    return scaled(query, scale), d_query * scale + jnp.where(jnp.isfinite(query), query, 0) * d_scale
-
-
 def inputs(query, key, value, **options):
     """Inputs, from arrays of any dtype."""
     wide = [None if x is None else x.astype(_visible.wide(x.dtype)) for x in (query, key, value)]
@@ -141,7 +126,9 @@ def seen(visible, x, other):
 
 def logits(x, visible):
     """(t, s), 0 where not visible, given a tile's own inputs."""
-    out = _visible.scores(scaled(x.query, x.scale), x.key, visible)
+    # A query that sees nothing is not read: it shares `scale` with the others, whose derivative would meet it.
+    query = x.query if visible is None else jnp.where(visible.any(1)[:, None], x.query, 0)
+    out = _visible.scores(query * x.scale, x.key, visible)
     # Each term goes through a select before it is added, so that no product is fused with the addition: see `below`.
     if x.softcap is not None:
         out = seen(visible, x.softcap * jnp.tanh(out / x.softcap), 0)
@@ -186,7 +173,8 @@ def tied(logits, visible, largest):
 
 def weights(logits, visible, peak):
     """p (t, s), and the shifted logits that it is the exponential of, 0 where not visible."""
-    shifted = below(logits, peak[:, None])
+    # Replaced before exp too: in a spoilt row the peak is NaN, and 0 * NaN would be what exp passes back.
+    shifted = seen(visible, below(logits, peak[:, None]), 0)
     return seen(visible, jnp.exp(shifted), 0), shifted
 
 

@@ -40,7 +40,7 @@ def wide(dtype):
 
 def precision(dtype):
     """Accelerators round float32 operands unless told not to; what the caller has configured wins."""
-    configured = jax.config.jax_default_matmul_precision is not None
+    configured = jax.config.values["jax_default_matmul_precision"] is not None
     return None if configured or dtype.itemsize < 4 else jax.lax.Precision.HIGHEST
 
 

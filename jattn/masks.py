@@ -7,6 +7,8 @@ In `attention` the axes of a leaf may be led by nothing, by (*B) or by (*B, N), 
 `causal`, `window`, `prefix` and `rule` see positions. `lengths`, `segments` and `array` see where a token is stored.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,7 +100,7 @@ _OR = Kind("|", lambda pairs, left, right: left.tile(pairs) | right.tile(pairs))
 _NOT = Kind("~", lambda pairs, mask: ~mask.tile(pairs))
 
 
-def causal(offset=0):
+def causal(offset: Any = 0):
     """Keys at or before the query's position.
 
     With fewer queries than keys this is top-left aligned; `causal(offset=S - T)` is bottom-right.

@@ -1724,3 +1724,9 @@ def test_an_output_has_no_derivative_to_keys_after_it(engine):
     jacobian = jax.jacrev(lambda key: attend(query, key, value, masks.causal(), **engine).sum(-1))(key)
     reached = (np.asarray(jacobian) != 0).any(-1)
     np.testing.assert_array_equal(reached, (KEYS <= QUERIES) & (QUERIES > 0))
+
+
+def test_a_traced_row_that_is_not_there_is_nan():
+    query, hidden = normal(0, 4, 1, 2), np.arange(4)[None, :, None] < 3
+    weights = jax.jit(lambda rows: attention_weights(query, query, hidden, rows=rows))(jnp.array([-1, 3, 4]))
+    np.testing.assert_array_equal(weights[0], [[NAN] * 4, [0.0] * 4, [NAN] * 4])

@@ -800,3 +800,8 @@ def test_what_has_no_values_prints_what_it_is():
         "led": "(lengths(key=int32[2]) | causal(offset=0))      # led by batch or head axes: no single drawing",
         "a shape": f"causal(offset=ShapeDtypeStruct(shape=(), dtype=int32)){none}",
     }
+
+
+def test_ids_that_differ_beyond_32_bits_are_not_taken_for_one_document():
+    with pytest.raises(ValueError, match="query_ids must be within 32 bits, got 4294967296"):
+        masks.segments(np.array([0, 2**32]))
