@@ -19,7 +19,7 @@ demo: $(READY)  ## run a real decoder on jattn and check it against its own trac
 	@$(BIN)/python -m jattn $(ARGS)
 
 test: $(READY)  ## run the tests and the examples in the docstrings
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: $(READY)  ## run ruff and pyright
 	$(BIN)/python -m ruff check

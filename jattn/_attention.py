@@ -349,7 +349,7 @@ class _Call:
         for what, x, axes in (("scale", scale, ()), ("softcap", softcap, ()), ("sink", sink, self._axes("N"))):
             if x is None:
                 continue
-            x = _checks.number(self.who, what, x).astype(_visible.wide(self.args["query"].dtype))
+            x = _checks.number(self.who, what, x).astype(_visible.wide(jnp.result_type(self.args["query"])))
             _checks.shape(self.who, what, x, axes, self.sizes)
             self._add(what, _checks.positive(self.who, what, x) if what == "softcap" else x, axes)
 
@@ -375,7 +375,8 @@ class _Call:
             heads = (*self.sizes["B"], self.sizes["N"])
             words = _dropout.folded(words, math.prod(heads)).reshape(*heads, 2)
         self._add("words", words, (*self._axes("*B", "N"), "words"))
-        self._add("rate", jnp.asarray(rate, _visible.wide(self.args["query"].dtype)), ())
+        rate = _checks.number(self.who, "dropout_rate", rate)
+        self._add("rate", rate.astype(_visible.wide(jnp.result_type(self.args["query"]))), ())
 
     def rows(self, rows):
         if rows is None:

@@ -54,6 +54,10 @@ class Static(NamedTuple):
 def attend(x, dtype, stats, block):
     """(T, D) in `dtype`, and Stats or None."""
     leaves, tree = jax.tree.flatten(x)
+    # Inside `shard_map`, what is the same on all devices is made to vary here: the sum over devices that its cotangent
+    # needs would otherwise stand in a branch that some devices skip, and the others would wait for them.
+    leaves = [_visible.like(leaf, leaves) for leaf in leaves]
+    x = jax.tree.unflatten(tree, leaves)
     static = Static(block, stats, tree, tuple(bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in leaves))
     sums, rows = _sums(static, *static.parted(leaves))
     return _tile.results(x, rows._replace(alive=rows.alive > 0), sums, dtype)

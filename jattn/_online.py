@@ -108,12 +108,12 @@ def _merge(outs, lses):
     dtype = max(_visible.wide(outs.dtype), _visible.wide(lses.dtype), key=lambda d: d.itemsize)
     parts, wide = outs.astype(dtype), lses.astype(dtype)
     seen = wide != -jnp.inf
-    peak = jax.lax.stop_gradient(wide.max(0))
+    peak = jax.lax.stop_gradient(wide.max(0, keepdims=True))
     # Any shift gives the same result. One part that is NaN or +inf makes the whole NaN.
     peak = jnp.where(jnp.isfinite(peak), peak, jnp.where(peak == -jnp.inf, 0, jnp.nan))
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, wide - peak, 0)), 0)
     total = weights.sum(0)
     safe = jnp.where(seen.any(0), total, 1)
     mixed = jnp.where(seen[..., None], weights[..., None] * jnp.where(seen[..., None], parts, 0), 0).sum(0)
-    lse = jnp.where(seen.any(0), peak + jnp.log(safe), -jnp.inf)
+    lse = jnp.where(seen.any(0), peak[0] + jnp.log(safe), -jnp.inf)
     return (mixed / safe[..., None]).astype(outs.dtype), lse.astype(lses.dtype)

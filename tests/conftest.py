@@ -20,16 +20,19 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-
 
 
 def pytest_addoption(parser):
-    parser.addoption("--everything", action="store_true", help="run every case on every engine, not one in six")
+    parser.addoption("--everything", action="store_true", help="run every case on every engine, not one in eight")
 
 
 def pytest_collection_modifyitems(config, items):
-    # Blockwise programs take seconds to compile. One in six of the cases runs on that engine, unless all are asked for.
+    # Blockwise programs take seconds to compile, and cases beside each other share them: on that engine each test runs
+    # its first case and the first eighth of the others, unless all are asked for.
     if config.getoption("--everything"):
         return
-    engines = {item: item.callspec.params.get("engine") for item in items if hasattr(item, "callspec")}
-    other = [item for item, engine in engines.items() if engine == "blockwise"]
-    left_out = set(other) - set(other[::6])
+    cases = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.callspec.params.get("engine") == "blockwise":
+            cases.setdefault(item.function, []).append(item)
+    left_out = {item for of_one in cases.values() for item in of_one[max(1, len(of_one) // 8) :]}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

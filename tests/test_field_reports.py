@@ -386,10 +386,13 @@ def test_garbage_in_another_document_changes_nothing(run, engine):
 
     @run
     def f(x):
-        return jax.value_and_grad(lambda x: attention(x, x, x, masks.segments(ids), **engine)[:, :2].sum())(x)
+        first = lambda x: attention(x, x, x, masks.segments(ids), **engine)[:, :2].sum()  # noqa: E731
+        out, gradient = jax.value_and_grad(first)(x)
+        # The other document sees itself, and shows it.
+        return out, gradient[:, :2]
 
     clean = f(x)
-    assert np.isfinite(clean[1]).all() and np.asarray(clean[1])[:, :2].any()
+    assert np.isfinite(clean[1]).all() and np.asarray(clean[1]).all()
     for bad in GARBAGE[:3]:
         spoilt = x.copy()
         spoilt[:, 2:] = bad
