@@ -243,7 +243,9 @@ def _head(args, T, S):
 def _out(args, T, S, block, stats=False):
     x, pairs = _head(args, T, S)
     dtype = args["query"].dtype
-    if block is None or 0 in (T, S):
+    if 0 in (T, S):
+        out, found = _dense.nothing(x, T, dtype)
+    elif block is None:
         out, found = _dense.attend(x, pairs, dtype, stats)
     else:
         out, found = _blockwise.attend(x, dtype, stats, block)

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jattn import _tile
+from jattn import _tile, _visible
 
 
 def _found(x, pairs, stats):
@@ -19,6 +19,13 @@ def attend(x, pairs, dtype, stats):
     """(T, D) in `dtype`, and Stats or None."""
     x, visible, _, rows = _found(x, pairs, stats)
     return _tile.results(x, rows, _tile.sums(x, pairs, visible, rows, stats), dtype)
+
+
+def nothing(x, T, dtype):
+    """What `attend` gives T queries without a key: zeros, and the sink alone."""
+    zero = _visible.like(jnp.zeros(T, x.query.dtype), x)
+    lse = zero - jnp.inf if x.sink is None else zero + x.sink
+    return zero[:, None].astype(dtype) * jnp.ones((1, x.value.shape[1]), dtype), _tile.Stats(lse, zero - jnp.inf, zero)
 
 
 def weights(x, pairs):

@@ -142,9 +142,9 @@ def below(logits, peak):
     XLA may compute `c * tanh(x)` twice, once rounded, for the peak, and once fused with the subtraction, unrounded.
     Where logits are larger than 2^31 the two differ by more than exp can bear.
     """
-    # Both are replaced at the peak, because -inf - -inf would be NaN.
-    there = logits == peak
-    return jnp.minimum(jnp.where(there, 0, logits) - jnp.where(there, 0, peak), 0)
+    # -inf - -inf would be NaN.
+    finite = jnp.where(peak == -jnp.inf, 0, peak)
+    return jnp.where(logits == peak, 0, jnp.minimum(logits - finite, 0))
 
 
 @below.defjvp

@@ -338,7 +338,7 @@ def test_averaging_heads_hides_opposite_heads():
     W, W_both = (attention_weights(Q, K)[:, 0] for Q in (opposite, both))
     assert W.tolist() == [[1, 0], [0, 1]] and W_both.tolist() == [[0.5, 0.5], [0.5, 0.5]]
     assert W.mean(0).tolist() == W_both.mean(0).tolist() == [0.5, 0.5]
-    V = array([[1], [1]], [[-1], [-1]])
+    V = np.array([[[1.0]], [[-1.0]]])
     assert attention(opposite, K, V)[0, :, 0].tolist() == [1, -1]
     assert attention(both, K, V)[0, :, 0].tolist() == [0, 0]
 
