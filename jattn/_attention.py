@@ -366,9 +366,11 @@ class _Call:
 
     def dropout(self, rate, rng):
         if _checks.known(rate):
-            if isinstance(rate, bool) or np.ndim(rate) or not 0 <= rate <= 1:
+            # NumPy, because inside a jit jnp makes tracers, of constants too.
+            now = np.asarray(rate)
+            if now.dtype == np.bool_ or now.ndim or not 0 <= now <= 1:
                 raise ValueError(f"{self.who}: dropout_rate must be a number in [0, 1], got {rate}.")
-            if rate == 0:
+            if now == 0:
                 return
         if rng is None:
             raise ValueError(f"{self.who}: dropout_rng must be a random key, got None with dropout_rate {rate}.")

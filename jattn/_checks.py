@@ -179,8 +179,10 @@ def no_empty_rows(who, empty):
 def positive(who, what, x):
     """`x`, a finite number > 0: now where it is known, as a NaN and a checkify.debug_check where it is traced."""
     if known(x):
-        if not (math.isfinite(x) and x > 0):
-            raise _error(ValueError, who, what, "finite and > 0", x, f"Pass None for no {what}.")
+        # NumPy, because inside a jit jnp makes tracers, of constants too.
+        now = np.asarray(x)
+        if not (math.isfinite(now) and now > 0):
+            raise _error(ValueError, who, what, "finite and > 0", now, f"Pass None for no {what}.")
         return x
     valid = jnp.isfinite(x) & (x > 0)
     checkify.debug_check(valid.all(), f"{who}: {what} must be finite and > 0.")

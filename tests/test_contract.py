@@ -1733,3 +1733,17 @@ def test_a_traced_row_that_is_not_there_is_nan():
     query, hidden = normal(0, 4, 1, 2), np.arange(4)[None, :, None] < 3
     weights = jax.jit(lambda rows: attention_weights(query, query, hidden, rows=rows))(jnp.array([-1, 3, 4]))
     np.testing.assert_array_equal(weights[0], [[NAN] * 4, [0.0] * 4, [NAN] * 4])
+
+
+BELOW_ZERO = jnp.float64(-2.0)
+
+
+def test_known_jax_scalars_are_known_inside_a_jit():
+    x, softcap, rate, none = normal(0, 4, 2), jnp.float64(2.0), jnp.float64(0.5), jnp.float64(0.0)
+    how = {"softcap": softcap, "dropout_rate": rate, "dropout_rng": jax.random.key(0)}
+    np.testing.assert_allclose(jax.jit(lambda x: attend(x, x, x, **how))(x), attend(x, x, x, **how), atol=1e-12)
+    np.testing.assert_array_equal(
+        jax.jit(lambda x: attend(x, x, x, dropout_rate=none))(x), jax.jit(lambda x: attend(x, x, x))(x)
+    )
+    with pytest.raises(ValueError, match="softcap must be finite and > 0, got -2.0"):
+        jax.jit(lambda x: attend(x, x, x, softcap=BELOW_ZERO))(x)

@@ -547,12 +547,7 @@ FUSED = {
 }
 
 
-EVERYTHING_FUSED = pytest.mark.xfail(reason="with softcap, bias and mask at once XLA still fuses one product twice")
-
-
-@pytest.mark.parametrize(
-    "options", [pytest.param(x, id=i, marks=EVERYTHING_FUSED if i == "everything" else ()) for i, x in FUSED.items()]
-)
+@pytest.mark.parametrize("options", FUSED.values(), ids=FUSED)
 def test_logits_beyond_2_to_the_31_give_under_jit_what_they_give_without(options, run, engine):
     """C19 jax-ml/jax#37234, #38609; openxla/xla#44738; pytorch/pytorch#100775; SlopDotCash/asi#2886"""
     bias = options.get("bias")
