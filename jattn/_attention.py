@@ -233,8 +233,6 @@ def _head(args, T, S):
     args.setdefault("value", None)
     args.setdefault("scale", np.asarray(1 / math.sqrt(args["query"].shape[1]), _visible.wide(args["query"].dtype)))
     rows = args.pop("rows", None)
-    if rows is not None:
-        args["query"] = jnp.take(args["query"], rows, axis=0, mode="clip")
     x = _tile.inputs(**args)
     positions = x.query_positions, x.key_positions
     return x, _rules.all_pairs(T, S, *positions) if rows is None else _rules.some_rows(rows, S, *positions)

@@ -11,7 +11,7 @@ def _found(x, pairs, stats):
     visible = _tile.visible_pairs(x, pairs)
     logits = _tile.logits(x, visible)
     largest = _tile.peaks(logits, visible, _tile.spoils(x.key, x.value))
-    ties = jnp.maximum(_tile.tied(logits, visible, largest).sum(1), 1).astype(largest.dtype) if stats else None
+    ties = jnp.maximum(_tile.tied(x, logits, visible, largest).sum(1), 1).astype(largest.dtype) if stats else None
     return x, visible, logits, _tile.rows(x, largest, ties, _tile.some(visible, pairs))
 
 

@@ -52,8 +52,8 @@ def absorb(state, x, pairs, visible, poison):
         # Before the first key the peak is -inf, and there is nothing to shift.
         drop = jnp.where(state.total > 0, drop, 0)
         moment = fade * (moment + state.total * drop) + _tile.moment(p, shifted).sum(1)
-        count = _tile.tied(logits, visible, largest).sum(1).astype(total.dtype)
-        ties = jnp.where(state.largest == largest, ties, 0) + count
+        count = _tile.tied(x, logits, visible, largest).sum(1).astype(total.dtype)
+        ties = jnp.where(_tile.near(state.largest, largest, jnp.abs(largest)), ties, 0) + count
     return State(peak, largest, ties, state.alive | _tile.some(visible, pairs), acc, total, moment)
 
 

@@ -90,7 +90,8 @@ def spoils(*arrays):
 def cut(x, pairs):
     """The part of Inputs that is this tile's own: query (t, H), key (s, H), value (s, D), and the tile of the bias."""
     return x._replace(
-        query=pairs.rows(x.query, 0),
+        # The one query that there is may be asked for several times.
+        query=jnp.broadcast_to(pairs.rows(x.query, 0), (pairs.shape[0], x.query.shape[1])),
         key=pairs.columns(x.key, 0),
         value=None if x.value is None else pairs.columns(x.value, 0),
         bias=None if x.bias is None else x.bias.tile(pairs).astype(x.query.dtype),
@@ -168,9 +169,19 @@ def rows(x, largest, ties, alive):
     return Rows(peak, largest, ties, alive)
 
 
-def tied(logits, visible, largest):
+def tied(x, logits, visible, largest):
     """bool (t, s): the visible keys whose logit is the largest of the row."""
-    return seen(visible, jax.lax.stop_gradient(logits) == largest[:, None], False)
+    logits = jax.lax.stop_gradient(logits)
+    size = jnp.abs(logits) if x.bias is None else jnp.abs(logits) + jnp.abs(jax.lax.stop_gradient(x.bias))
+    return seen(visible, near(logits, largest[:, None], size), False)
+
+
+def near(x, y, size):
+    """Whether x and y, sums of terms of this size, differ by their rounding at most.
+
+    XLA may compute a logit twice, once with a product fused to a sum, and then no logit would equal the largest.
+    """
+    return jnp.abs(x - y) <= 4 * jnp.finfo(x.dtype).eps * size
 
 
 def weights(logits, visible, peak):
@@ -187,7 +198,7 @@ def sums(x, pairs, visible, rows, stats):
     acc = _visible.mix(kept(x, pairs, p), x.value, visible)
     if not stats:
         return Sums(acc, p.sum(1), None, None)
-    rise = jnp.where(tied(own, visible, rows.largest), own - jax.lax.stop_gradient(own), 0).sum(1) / rows.ties
+    rise = jnp.where(tied(x, own, visible, rows.largest), own - jax.lax.stop_gradient(own), 0).sum(1) / rows.ties
     return Sums(acc, p.sum(1), moment(p, shifted).sum(1), rise)
 
 

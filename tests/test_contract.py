@@ -1557,6 +1557,13 @@ def test_chosen_rows_are_rows_of_the_whole(rows):
         assert_close(traced(np.asarray(rows, np.int32)), whole[..., np.asarray(rows, int), :], factor=10)
 
 
+def test_the_one_query_can_be_chosen_twice():
+    query, key, _ = inputs(Sizes((), 1, 4, 2, 1, 2, 1))
+    options = dict(mask=masks.lengths(key=3), bias=biases.alibi(2), query_positions=np.array([2]))
+    whole = attention_weights(query, key, **options)
+    assert_close(attention_weights(query, key, rows=[0, 0, 0], **options), np.repeat(whole, 3, axis=-2))
+
+
 def test_weights_have_derivatives_of_both_modes():
     query, key, _ = map(jnp.asarray, inputs(Sizes((), 3, 4, 2, 1, 2, 1)))
     f = jax.jit(lambda query, key: attention_weights(query, key, masks.causal(-1), rows=np.array([0, 2])))
