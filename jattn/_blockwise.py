@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jattn import _online, _plan, _tile, _visible
+from jattn import _online, _plan, _slices, _tile, _visible
 
 _nothing_saved = functools.partial(
     jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False
@@ -72,6 +72,10 @@ def _fold(plan, state, visit):
         part = visit(part, *ij)
         return jax.tree.map(lambda y, new: lax.dynamic_update_slice_in_dim(y, new, start, 0), state, part), None
 
+    return _scan(plan, body, state)
+
+
+def _scan(plan, body, state):
     return lax.scan(body, state, (plan.steps[:, 0], plan.steps[:, 1]))[0] if len(plan.steps) else state
 
 
@@ -108,22 +112,30 @@ def _sums(static, floats, others):
     return sums, rows._replace(alive=rows.alive.astype(sums.total.dtype))
 
 
+# The axes of the tile that query, key and value, the first of the leaves, are cut along.
+_CUT = ("queries", "keys", "keys")
+
+
 def _sums_jvp(static, primals, tangents):
     floats, others = primals
     moves = [not isinstance(d, SymbolicZero) for d in tangents[0]]
+    d_cut = [d if m else None for d, m in zip(tangents[0][:3], moves[:3], strict=True)]
+    moves[:3] = [False] * 3
     moving, d_moving = ([x for x, m in zip(of, moves, strict=True) if m] for of in (floats, tangents[0]))
     # The inputs of a tile that move with them.
     flags = static.inputs(moves, [False] * len(others))
     fields = [name for name, flag in zip(flags._fields, flags, strict=True) if any(jax.tree.leaves(flag))]
+    cut_fields = [name for name, d in zip(flags._fields, d_cut, strict=False) if d is not None]
     sums, rows = _sums(static, floats, others)
     plan = _plan.plan(static.inputs(floats, others), static.block)
+    kinds = None if isinstance(plan.kinds, np.ndarray) else plan.kinds
 
     def zeros(like):
-        return _visible.like(jnp.zeros(like.shape, like.dtype), (floats, others, d_moving))
+        return _visible.like(jnp.zeros(like.shape, like.dtype), (floats, others, d_cut, d_moving))
 
     # Whole arrays and indices go in, and the slices are taken inside: only whole arrays are saved.
     @_nothing_saved
-    def tile(floats, others, rows, moving, d_moving, kinds, i, j):
+    def tile(floats, others, rows, moving, d_moving, d_parts, kinds, i, j):
         pairs = _plan.pairs(static.inputs(floats, others), plan, i, j)
         rows = jax.tree.map(lambda y: pairs.rows(y, 0), rows)
 
@@ -134,28 +146,38 @@ def _sums_jvp(static, primals, tangents):
 
         # The branches see the tile's own numbers, never a whole array, which they would carry through.
         fixed = own(moving)
-        parts, d_parts = jax.jvp(lambda moving: [getattr(own(moving), name) for name in fields], (moving,), (d_moving,))
+        _, d_own = jax.jvp(lambda moving: [getattr(own(moving), name) for name in fields], (moving,), (d_moving,))
+        d_own = dict(zip((*cut_fields, *fields), (*d_parts, *d_own), strict=True))
 
         def tangent(kind):
             placed = _plan.placed(pairs, plan, i, j, kind)
             visible = _tile.visible_pairs(fixed, placed)
 
-            def sums(*parts):
-                x = fixed._replace(**dict(zip(fields, parts, strict=True)))
-                return _tile.sums(x, placed, visible, rows, static.stats)
+            def sums(own):
+                return _tile.sums(fixed._replace(**own), placed, visible, rows, static.stats)
 
-            return jax.jvp(sums, tuple(parts), tuple(d_parts))[1]
+            return jax.jvp(sums, ({name: getattr(fixed, name) for name in d_own},), (d_own,))[1]
 
         def none():
             return jax.tree.map(zeros, jax.eval_shape(lambda: tangent(_plan.PARTIAL)))
 
         return _plan.visited(plan, plan.kinds if kinds is None else kinds, i, j, tangent, none)
 
-    def visit(part, i, j):
-        kinds = None if isinstance(plan.kinds, np.ndarray) else plan.kinds
-        return jax.tree.map(jnp.add, part, tile(floats, others, rows, moving, d_moving, kinds, i, j))
+    # The tangents of query, key and value are carried along, and read in place: see `_slices`.
+    def body(state, ij):
+        d_cut, d_sums = state
+        d_parts = []
+        for n, (d, name) in enumerate(zip(d_cut, _CUT, strict=True)):
+            if d is not None:
+                axis = getattr(plan, name)
+                d_cut[n], part = _slices.take(d, jnp.asarray(axis.start)[ij[_CUT[n] == "keys"]], axis.size)
+                d_parts.append(part)
+        parts = tile(floats, others, rows, moving, d_moving, d_parts, kinds, *ij)
+        start = jnp.asarray(plan.queries.start)[ij[0]]
+        return (d_cut, jax.tree.map(lambda x, part: _slices.add(x, part, start), d_sums, parts)), None
 
-    d_sums = _fold(plan, jax.tree.map(zeros, sums), visit)
+    d_cut = [None if d is None else _visible.like(d, (floats, others, d_moving)) for d in d_cut]
+    _, d_sums = _scan(plan, body, (d_cut, jax.tree.map(zeros, sums)))
     return (sums, rows), (d_sums, jax.tree.map(jnp.zeros_like, rows))
 
 

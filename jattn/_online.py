@@ -46,7 +46,7 @@ def absorb(state, x, pairs, visible, poison):
     drop = _tile.below(state.peak, peak)
     fade = jnp.exp(drop)
     total = state.total * fade + p.sum(1)
-    acc = state.acc * fade[:, None] + _visible.mix(_tile.kept(x, pairs, p), x.value, visible)
+    acc = state.acc * fade[:, None] + _visible.mix(_tile.kept(x, pairs, p), x.value, visible, x.operands)
     ties, moment = state.ties, state.moment
     if moment is not None:
         # Before the first key the peak is -inf, and there is nothing to shift.

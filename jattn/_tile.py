@@ -22,12 +22,16 @@ from jattn import _dropout, _visible
 
 
 class Inputs(NamedTuple):
-    """One head: query (T, H), key (S, H), value (S, D) or None, all float32 or wider; and the options."""
+    """One head: query (T, H), key (S, H), value (S, D) or None, all float32 or wider; and the options.
+
+    `operands` is what products round to, `_visible.Operands`.
+    """
 
     query: Any
     key: Any
     value: Any
     scale: Any
+    operands: Any
     mask: Any = None
     bias: Any = None
     softcap: Any = None
@@ -77,7 +81,7 @@ class Stats(NamedTuple):
 def inputs(query, key, value, **options):
     """Inputs, from arrays of any dtype."""
     wide = [None if x is None else x.astype(_visible.wide(x.dtype)) for x in (query, key, value)]
-    return Inputs(*wide, **options)
+    return Inputs(*wide, operands=_visible.Operands(query.dtype), **options)
 
 
 def spoils(*arrays):
@@ -129,7 +133,11 @@ def logits(x, visible):
     """(t, s), 0 where not visible, given a tile's own inputs."""
     # A query that sees nothing is not read: it shares `scale` with the others, whose derivative would meet it.
     query = x.query if visible is None else jnp.where(visible.any(1)[:, None], x.query, 0)
-    out = _visible.scores(query * x.scale, x.key, visible)
+    if x.operands.rounded:
+        # The scaled query would be rounded.
+        out = _visible.scores(query, x.key, visible, x.operands) * x.scale
+    else:
+        out = _visible.scores(query * x.scale, x.key, visible, x.operands)
     # Each term goes through a select before it is added, so that no product is fused with the addition: see `below`.
     if x.softcap is not None:
         out = seen(visible, x.softcap * jnp.tanh(out / x.softcap), 0)
@@ -181,7 +189,7 @@ def near(x, y, size):
 
     XLA may compute a logit twice, once with a product fused to a sum, and then no logit would equal the largest.
     """
-    return jnp.abs(x - y) <= 4 * jnp.finfo(x.dtype).eps * size
+    return (x == y) | (jnp.abs(x - y) < 4 * jnp.finfo(x.dtype).eps * size)
 
 
 def weights(logits, visible, peak):
@@ -195,7 +203,7 @@ def sums(x, pairs, visible, rows, stats):
     """Sums over this tile's keys, with the peaks of its rows fixed, given the tile's own inputs."""
     own = logits(x, visible)
     p, shifted = weights(own, visible, rows.peak)
-    acc = _visible.mix(kept(x, pairs, p), x.value, visible)
+    acc = _visible.mix(kept(x, pairs, p), x.value, visible, x.operands)
     if not stats:
         return Sums(acc, p.sum(1), None, None)
     rise = jnp.where(tied(x, own, visible, rows.largest), own - jax.lax.stop_gradient(own), 0).sum(1) / rows.ties

@@ -12,6 +12,7 @@ could be mended with a `where` on its operands. The backward pass could not: the
 be the cotangent, and nothing that is linear in a cotangent can ask whether it is finite. So the form is a primitive.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -20,17 +21,33 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-_SCORES, _MIX, _SPREAD = "th,sh->ts", "ts,sh->th", "ts,th->sh"
+_SCORES, _MIX, _SPREAD = "scores", "mix", "spread"
 
 
-def scores(query, key, visible):
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What operands are rounded to, for products of inputs of `dtype`; sums stay wide.
+
+    bfloat16 inputs are multiplied as they are, and weights and cotangents, which are wide, are rounded to meet them.
+    float16 could not hold a cotangent: it has too few exponents.
+    """
+
+    dtype: np.dtype
+
+    @property
+    def rounded(self):
+        return self.dtype == jnp.bfloat16
+
+
+def scores(query, key, visible, operands):
     """(T, H), (S, H), bool (T, S) or None -> (T, S): query·key where visible and 0 elsewhere."""
-    return _product(_SCORES, query, key, visible)
+    return _product(_SCORES, query, key, visible, operands)
 
 
-def mix(weights, value, visible):
+def mix(weights, value, visible, operands):
     """(T, S), (S, D), bool (T, S) or None -> (T, D): sums of visible values. `weights` is 0 elsewhere."""
-    return _product(_MIX, weights, value, visible)
+    return _product(_MIX, weights, value, visible, operands)
 
 
 def wide(dtype):
@@ -44,14 +61,13 @@ def precision(dtype):
     return None if configured or dtype.itemsize < 4 else jax.lax.Precision.HIGHEST
 
 
-def _product(spec, x, y, visible):
-    if visible is None:
-        return jnp.einsum(spec, x, y, precision=precision(x.dtype))
-    return _bind(spec, (), x, y, visible)
+def _product(spec, x, y, visible, operands):
+    visible = () if visible is None else (visible,)
+    return _bind(x, y, *visible, spec=spec, levels=(), rounded=operands.rounded)
 
 
-def _bind(spec, levels, x, y, visible):
-    return _product_p.bind(*_varying_alike(x, y, visible), spec=spec, levels=levels)
+def _bind(*operands, **params):
+    return _product_p.bind(*_varying_alike(*operands), **params)
 
 
 def _mesh_axes(x):
@@ -69,47 +85,58 @@ def _varying_alike(*args):
     return [like(x, args) for x in args]
 
 
-def _rank_2(spec, x, y, visible):
-    dot = functools.partial(jnp.einsum, spec, precision=precision(x.dtype))
+def _rank_2(spec, rounded, x, y, visible=None):
+    def dot(spec, *operands):
+        narrow = [z.astype(jnp.bfloat16) for z in operands] if rounded else operands
+        return jnp.einsum(spec, *narrow, precision=precision(narrow[0].dtype), preferred_element_type=x.dtype)
+
     if spec == _SCORES:
-        return jnp.where(visible, dot(x, y), 0)
+        out = dot("th,sh->ts", x, y)
+        return out if visible is None else jnp.where(visible, out, 0)
+    if spec == _MIX:
+        product = functools.partial(dot, "ts,sh->th", x)
+    else:
+        # As a plain product of rows and columns, with the small operand turned. XLA:CPU would contract over the leading
+        # axis of the large one instead, at half the speed, and the barrier keeps it from undoing this.
+        product = lambda y: dot("ht,ts->hs", jax.lax.optimization_barrier(y.T), x).T  # noqa: E731
+    if visible is None:
+        return product(y)
     # Cleaned before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it.
     finite = jnp.isfinite(y)
-    total = dot(x, jnp.where(finite, y, 0))
     bad = ~finite.all(-1)
     seen = (visible & bad[None, :]).any(1) if spec == _MIX else (visible & bad[:, None]).any(0)
-    return jnp.where(seen[:, None], jnp.nan, total)
+    return jnp.where(seen[:, None], jnp.nan, product(jnp.where(finite, y, 0)))
 
 
 # `levels` are the vmaps that the product went through, outermost first: for each, which operands are mapped, always
 # on their leading axis. An operand that is not mapped (keys shared by a group of queries, one mask for all heads)
 # stays unmapped down to XLA.
-def _whole(x, y, visible, *, spec, levels):
-    product = functools.partial(_rank_2, spec)
+def _whole(*operands, spec, levels, rounded):
+    product = functools.partial(_rank_2, spec, rounded)
     for mapped in reversed(levels):
         product = jax.vmap(product, [0 if m else None for m in mapped])
-    return product(x, y, visible)
+    return product(*operands)
 
 
-def _abstract(x, y, visible, **params):
-    return jax.make_jaxpr(functools.partial(_whole, **params))(x, y, visible).out_avals[0]
+def _abstract(*operands, **params):
+    return jax.make_jaxpr(functools.partial(_whole, **params))(*operands).out_avals[0]
 
 
-def _batch(args, axes, *, spec, levels):
+def _batch(args, axes, *, levels, **params):
     mapped = tuple(a is not None for a in axes)
     args = [jnp.moveaxis(x, a, 0) if m else x for x, a, m in zip(args, axes, mapped, strict=True)]
-    return _bind(spec, (mapped, *levels), *args), 0
+    return _bind(*args, levels=(mapped, *levels), **params), 0
 
 
-def _jvp(primals, tangents, *, spec, levels):
-    x, y, visible = primals
-    dx, dy, _ = tangents
-    out = _bind(spec, levels, x, y, visible)
+def _jvp(primals, tangents, **params):
+    x, y, *visible = primals
+    dx, dy, *_ = tangents
+    out = _bind(x, y, *visible, **params)
     terms = []
     if not isinstance(dx, ad.Zero):
-        terms.append(_bind(spec, levels, dx, y, visible))
+        terms.append(_bind(dx, y, *visible, **params))
     if not isinstance(dy, ad.Zero):
-        terms.append(_bind(spec, levels, x, dy, visible))
+        terms.append(_bind(x, dy, *visible, **params))
     # JAX asks only where a tangent is not zero: there is a term.
     return out, sum(terms[1:], terms[0])
 
@@ -122,7 +149,7 @@ _TRANSPOSES = {
 }
 
 
-def _transpose(ct, x, y, visible, *, spec, levels):
+def _transpose(ct, x, y, *visible, spec, levels, rounded):
     first = ad.is_undefined_primal(x)
     undefined, known = (x, y) if first else (y, x)
     if isinstance(ct, ad.Zero):
@@ -131,16 +158,16 @@ def _transpose(ct, x, y, visible, *, spec, levels):
         into, a, b = _TRANSPOSES[spec][0 if first else 1](ct, known)
         ct_first = a is ct
         inner = tuple(
-            (True, m[1 if first else 0], m[2]) if ct_first else (m[1 if first else 0], True, m[2]) for m in levels
+            (True, m[1 if first else 0], *m[2:]) if ct_first else (m[1 if first else 0], True, *m[2:]) for m in levels
         )
-        out = _bind(into, inner, a, b, visible)
+        out = _bind(a, b, *visible, spec=into, levels=inner, rounded=rounded)
         unmapped = tuple(i for i, m in enumerate(levels) if not m[0 if first else 1])
         out = out.sum(unmapped) if unmapped else out
-    return (out, None, None) if first else (None, out, None)
+    return (out, None, *(None for _ in visible)) if first else (None, out, *(None for _ in visible))
 
 
 _product_p = Primitive("visible_product")
-_product_p.def_impl(jax.jit(_whole, static_argnames=("spec", "levels")))
+_product_p.def_impl(jax.jit(_whole, static_argnames=("spec", "levels", "rounded")))
 _product_p.def_abstract_eval(_abstract)
 batching.primitive_batchers[_product_p] = _batch
 ad.primitive_jvps[_product_p] = _jvp
