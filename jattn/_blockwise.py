@@ -68,9 +68,11 @@ def _fold(plan, state, visit):
 
     def body(state, ij):
         start = jnp.asarray(plan.queries.start)[ij[0]]
-        part = jax.tree.map(lambda y: lax.dynamic_slice_in_dim(y, start, plan.queries.size), state)
-        part = visit(part, *ij)
-        return jax.tree.map(lambda y, new: lax.dynamic_update_slice_in_dim(y, new, start, 0), state, part), None
+        leaves, tree = jax.tree.flatten(state)
+        wholes, parts = zip(*(_slices.take(x, start, plan.queries.size) for x in leaves), strict=True)
+        parts = jax.tree.leaves(visit(jax.tree.unflatten(tree, parts), *ij))
+        leaves = [_slices.put(x, part, start) for x, part in zip(wholes, parts, strict=True)]
+        return jax.tree.unflatten(tree, leaves), None
 
     return _scan(plan, body, state)
 

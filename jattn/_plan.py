@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jattn import _rules
+from jattn import _rules, _slices
 
 
 class Axis(NamedTuple):
@@ -129,8 +129,8 @@ def plan(x, block):
 
 def pairs(x, plan, i, j):
     """The pairs of tile (i, j)."""
-    rows, q = _slices(plan.queries, i)
-    columns, k = _slices(plan.keys, j)
+    rows, q = _cutter(plan.queries, i)
+    columns, k = _cutter(plan.keys, j)
     query_positions = None if x.query_positions is None else rows(x.query_positions, 0)
     key_positions = None if x.key_positions is None else columns(x.key_positions, 0)
     return _rules.tile(q, k, query_positions, key_positions, rows, columns)
@@ -144,12 +144,12 @@ def placed(pairs, plan, i, j, kind):
     return pairs._replace(inside=inside & (pairs.key_indices >= jnp.asarray(plan.keys.first)[j]))
 
 
-def _slices(axis, i):
+def _cutter(axis, i):
     """What picks tile i of an array along `axis`, and the indices in it."""
     start = jnp.asarray(axis.start)[i]
 
     def pick(x, along):
-        return x if x.shape[along] == 1 else lax.dynamic_slice_in_dim(x, start, axis.size, along)
+        return x if x.shape[along] == 1 else _slices.take(x, start, axis.size, along)[1]
 
     return pick, start + jnp.arange(axis.size, dtype=np.int32)
 

@@ -27,6 +27,11 @@ def add(x, part, start, axis=0):
     return _add_p.bind(x, part, start, axis=axis)
 
 
+def put(x, part, start, axis=0):
+    """x with `part` in place of its entries from `start` on. Without a derivative."""
+    return _put_p.bind(_visible.like(x, part), _visible.like(part, x), start, axis=axis)
+
+
 def _taken(x, start, *, size, axis):
     return x, lax.dynamic_slice_in_dim(x, start, size, axis)
 
@@ -34,6 +39,10 @@ def _taken(x, start, *, size, axis):
 def _added(x, part, start, *, axis):
     old = lax.dynamic_slice_in_dim(x, start, part.shape[axis], axis)
     return lax.dynamic_update_slice_in_dim(x, old + part, start, axis)
+
+
+def _replaced(x, part, start, *, axis):
+    return lax.dynamic_update_slice_in_dim(x, part, start, axis)
 
 
 def _abstract(f):
@@ -55,12 +64,12 @@ def _take_batch(args, axes, *, size, axis):
     return _take_p.bind(x, start, size=size, axis=axis + (bx <= axis)), (bx, bx)
 
 
-def _add_batch(args, axes, *, axis):
+def _two_batch(into, args, axes, *, axis):
     x, part, start = args
     assert axes[2] is None, "tiles start at the same place for all that is mapped"
     n = next(y.shape[a] for y, a in zip(args, axes, strict=True) if a is not None)
     x, part = (_at_front(y, a, n) for y, a in zip((x, part), axes[:2], strict=True))
-    return add(x, part, start, axis + 1), 0
+    return into(x, part, start, axis + 1), 0
 
 
 def _take_jvp(primals, tangents, *, size, axis):
@@ -94,17 +103,19 @@ def _add_transpose(ct, x, part, start, *, axis):
     return whole if linear[0] else None, of_part if linear[1] else None, None
 
 
-def _primitive(name, f, batch, jvp, transpose):
+def _primitive(name, f, batch, jvp=None, transpose=None):
     p = Primitive(name)
     p.multiple_results = f is _taken
     p.def_impl(jax.jit(f, static_argnames=("size", "axis") if f is _taken else ("axis",)))
     p.def_abstract_eval(_abstract(f))
     batching.primitive_batchers[p] = batch
-    ad.primitive_jvps[p] = jvp
-    ad.primitive_transposes[p] = transpose
+    if jvp is not None:
+        ad.primitive_jvps[p] = jvp
+        ad.primitive_transposes[p] = transpose
     mlir.register_lowering(p, mlir.lower_fun(f, multiple_results=p.multiple_results))
     return p
 
 
 _take_p = _primitive("take_part", _taken, _take_batch, _take_jvp, _take_transpose)
-_add_p = _primitive("add_part", _added, _add_batch, _add_jvp, _add_transpose)
+_add_p = _primitive("add_part", _added, functools.partial(_two_batch, add), _add_jvp, _add_transpose)
+_put_p = _primitive("put_part", _replaced, functools.partial(_two_batch, put))
