@@ -403,7 +403,7 @@ class _Call:
             if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
                 raise ValueError(f"{who}: block_size must be two positive ints, (queries, keys), got {block_size}.")
             return sizes
-        return (512, 512) if method == "blockwise" else None
+        return (512, 256) if method == "blockwise" else None
 
     def run(self, engine, empty, head_axis=1, block=None):
         _checks.choice(self.who, "empty", empty, ("zero", "raise"))

@@ -31,5 +31,5 @@ def nothing(x, T, dtype):
 def weights(x, pairs):
     """(T, S), float32 or wider: rows sum to 1, less the sink's share, or to 0 where nothing is visible."""
     x, visible, logits, rows = _found(x, pairs, False)
-    p, _ = _tile.weights(logits, visible, rows.peak)
+    p, _ = _tile.weights(x, logits, visible, rows.peak)
     return p / jnp.where(rows.alive, _tile.total(x, rows, p.sum(1)), 1)[:, None]

@@ -13,6 +13,8 @@ is right at the edges because every step is: what is not visible is replaced bef
 products come from `_visible`.
 """
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +26,7 @@ from jattn import _dropout, _visible
 class Inputs(NamedTuple):
     """One head: query (T, H), key (S, H), value (S, D) or None, all float32 or wider; and the options.
 
-    `operands` is what products round to, `_visible.Operands`.
+    `operands` is what products round to, `_visible.Operands`. `scale` is None where the query is scaled already.
     """
 
     query: Any
@@ -78,17 +80,26 @@ class Stats(NamedTuple):
     entropy: Any
 
 
-def inputs(query, key, value, **options):
-    """Inputs, from arrays of any dtype."""
-    wide = [None if x is None else x.astype(_visible.wide(x.dtype)) for x in (query, key, value)]
-    return Inputs(*wide, operands=_visible.Operands(query.dtype), **options)
+def inputs(query, key, value, scale=None, **options):
+    """Inputs, from arrays of any dtype. The scale is 1/sqrt(H) if None."""
+    operands = _visible.Operands(query.dtype)
+    query, key, value = (None if x is None else x.astype(_visible.wide(x.dtype)) for x in (query, key, value))
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[1])
+        # Folded into the query where that rounds nothing that is not rounded anyway.
+        if not operands.rounded or math.frexp(scale)[0] == 0.5:
+            query, scale = query * query.dtype.type(scale), None
+        else:
+            scale = jnp.asarray(scale, query.dtype)
+    return Inputs(query, key, value, scale, operands, **options)
 
 
 def spoils(*arrays):
     """(n,): NaN where a row of one of the (n, m) arrays holds something that is not finite, 0 elsewhere."""
     arrays = [jax.lax.stop_gradient(x) for x in arrays if x is not None]
-    finite = jnp.stack([jnp.isfinite(x).all(1) for x in arrays]).all(0)
-    return jnp.where(finite, 0, jnp.nan).astype(arrays[0].dtype)
+    # One pass, and NaN where an entry is NaN.
+    largest = functools.reduce(jnp.maximum, (jnp.abs(x).max(1, initial=0) for x in arrays))
+    return jnp.where(largest < jnp.inf, 0, jnp.nan).astype(arrays[0].dtype)
 
 
 def cut(x, pairs):
@@ -129,36 +140,40 @@ def seen(visible, x, other):
     return x if visible is None else jnp.where(visible, x, other)
 
 
+def scaled_late(x):
+    """Whether the scale comes after the product, because a scaled query would be rounded."""
+    return x.scale is not None and x.operands.rounded
+
+
 def logits(x, visible):
     """(t, s), 0 where not visible, given a tile's own inputs."""
     # A query that sees nothing is not read: it shares `scale` with the others, whose derivative would meet it.
     query = x.query if visible is None else jnp.where(visible.any(1)[:, None], x.query, 0)
-    if x.operands.rounded:
-        # The scaled query would be rounded.
-        out = _visible.scores(query, x.key, visible, x.operands) * x.scale
-    else:
-        out = _visible.scores(query * x.scale, x.key, visible, x.operands)
+    late = scaled_late(x)
+    out = _visible.scores(query if late or x.scale is None else query * x.scale, x.key, visible, x.operands)
+    out = out * x.scale if late else out
     # Each term goes through a select before it is added, so that no product is fused with the addition: see `below`.
     if x.softcap is not None:
         out = seen(visible, x.softcap * jnp.tanh(out / x.softcap), 0)
     return out if x.bias is None else out + seen(visible, x.bias, 0)
 
 
-@jax.custom_jvp
-def below(logits, peak):
-    """logits - peak, 0 at the peak and never above it.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def below(logits, peak, once):
+    """logits - peak, never above 0, and 0 at the peak, given logits that are rounded `once` or not.
 
     XLA may compute `c * tanh(x)` twice, once rounded, for the peak, and once fused with the subtraction, unrounded.
-    Where logits are larger than 2^31 the two differ by more than exp can bear.
+    Where logits are larger than 2^31 the two differ by more than exp can bear. What a product has made is there once,
+    and then nothing is selected: XLA:CPU fuses two products with all that is between them if that is arithmetic.
     """
     # -inf - -inf would be NaN.
-    finite = jnp.where(peak == -jnp.inf, 0, peak)
-    return jnp.where(logits == peak, 0, jnp.minimum(logits - finite, 0))
+    shifted = jnp.minimum(logits - jnp.where(peak == -jnp.inf, 0, peak), 0)
+    return shifted if once else jnp.where(logits == peak, 0, shifted)
 
 
 @below.defjvp
-def _(primals, tangents):
-    return below(*primals), tangents[0]
+def _(once, primals, tangents):
+    return below(*primals, once), tangents[0]
 
 
 def peaks(logits, visible, poison):
@@ -169,7 +184,10 @@ def peaks(logits, visible, poison):
 def rows(x, largest, ties, alive):
     """Rows, from the largest visible logit of each row."""
     # A scaled query that is not finite makes every logit of its row NaN or infinite.
-    top, spoilt = largest, ~jnp.isfinite(largest) | jnp.isnan(spoils(x.query))
+    top, spoilt = largest, ~jnp.isfinite(largest)
+    if x.softcap is not None:
+        # Which a softcap hides.
+        spoilt = spoilt | jnp.isnan(spoils(x.query))
     if x.sink is not None:
         top = jnp.maximum(top, jax.lax.stop_gradient(x.sink))
         spoilt = spoilt | ~jnp.isfinite(top)
@@ -192,17 +210,18 @@ def near(x, y, size):
     return (x == y) | (jnp.abs(x - y) < 4 * jnp.finfo(x.dtype).eps * size)
 
 
-def weights(logits, visible, peak):
+def weights(x, logits, visible, peak):
     """p (t, s), and the shifted logits that it is the exponential of, 0 where not visible."""
+    once = x.softcap is None and x.bias is None and not scaled_late(x)
     # Replaced before exp too: in a spoilt row the peak is NaN, and 0 * NaN would be what exp passes back.
-    shifted = seen(visible, below(logits, peak[:, None]), 0)
+    shifted = seen(visible, below(logits, peak[:, None], once), 0)
     return seen(visible, jnp.exp(shifted), 0), shifted
 
 
 def sums(x, pairs, visible, rows, stats):
     """Sums over this tile's keys, with the peaks of its rows fixed, given the tile's own inputs."""
     own = logits(x, visible)
-    p, shifted = weights(own, visible, rows.peak)
+    p, shifted = weights(x, own, visible, rows.peak)
     acc = _visible.mix(kept(x, pairs, p), x.value, visible, x.operands)
     if not stats:
         return Sums(acc, p.sum(1), None, None)
