@@ -101,11 +101,25 @@ def _rank_2(spec, rounded, x, y, visible=None):
         product = lambda y: dot("ht,ts->hs", jax.lax.optimization_barrier(y.T), x).T  # noqa: E731
     if visible is None:
         return product(y)
-    # Cleaned before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it.
-    finite = jnp.isfinite(y)
-    bad = ~finite.all(-1)
-    seen = (visible & bad[None, :]).any(1) if spec == _MIX else (visible & bad[:, None]).any(0)
-    return jnp.where(seen[:, None], jnp.nan, product(jnp.where(finite, y, 0)))
+    bad = ~(jnp.abs(y).max(-1, initial=0) < jnp.inf)
+
+    def cleaned():
+        # Before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it.
+        seen = (visible & bad[None, :]).any(1) if spec == _MIX else (visible & bad[:, None]).any(0)
+        return jnp.where(seen[:, None], jnp.nan, product(jnp.where(jnp.isfinite(y), y, 0)))
+
+    return jax.lax.cond(anywhere(bad.any()), cleaned, lambda: product(y))
+
+
+@jax.custom_batching.custom_vmap
+def anywhere(flag):
+    """Whether it holds for any element of the mapped axes. `lax.cond` on what is mapped would run both branches."""
+    return flag
+
+
+@anywhere.def_vmap
+def _(axis_size, in_batched, flag):
+    return anywhere(flag.any(0)), False
 
 
 # `levels` are the vmaps that the product went through, outermost first: for each, which operands are mapped, always
