@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := .constraints.txt
 export PIP_BUILD_CONSTRAINT := .constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint check wheel clean again
+.PHONY: help demo test lint check bench wheel clean again
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ lint: $(READY)  ## run ruff and pyright
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
 check: lint test  ## everything a change must pass
+
+bench: $(READY)  ## time jattn and jax.nn in turns; an idle machine, ten minutes
+	$(BIN)/python tests/bench/peers.py $(ARGS)
 
 wheel: $(READY)  ## build the wheel into dist and import it in an empty environment
 	rm -rf dist

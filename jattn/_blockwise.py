@@ -29,9 +29,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jattn import _online, _plan, _slices, _tile, _visible
 
-_nothing_saved = functools.partial(
-    jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False
-)
+_nothing_saved = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
 
 
 class Static(NamedTuple):

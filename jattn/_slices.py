@@ -103,19 +103,19 @@ def _add_transpose(ct, x, part, start, *, axis):
     return whole if linear[0] else None, of_part if linear[1] else None, None
 
 
-def _primitive(name, f, batch, jvp=None, transpose=None):
+def _primitive(name, f, batch, **derivatives):
     p = Primitive(name)
     p.multiple_results = f is _taken
     p.def_impl(jax.jit(f, static_argnames=("size", "axis") if f is _taken else ("axis",)))
     p.def_abstract_eval(_abstract(f))
     batching.primitive_batchers[p] = batch
-    if jvp is not None:
-        ad.primitive_jvps[p] = jvp
-        ad.primitive_transposes[p] = transpose
+    if derivatives:
+        ad.primitive_jvps[p] = derivatives["jvp"]
+        ad.primitive_transposes[p] = derivatives["transpose"]
     mlir.register_lowering(p, mlir.lower_fun(f, multiple_results=p.multiple_results))
     return p
 
 
-_take_p = _primitive("take_part", _taken, _take_batch, _take_jvp, _take_transpose)
-_add_p = _primitive("add_part", _added, functools.partial(_two_batch, add), _add_jvp, _add_transpose)
+_take_p = _primitive("take_part", _taken, _take_batch, jvp=_take_jvp, transpose=_take_transpose)
+_add_p = _primitive("add_part", _added, functools.partial(_two_batch, add), jvp=_add_jvp, transpose=_add_transpose)
 _put_p = _primitive("put_part", _replaced, functools.partial(_two_batch, put))

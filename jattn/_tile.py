@@ -82,15 +82,15 @@ class Stats(NamedTuple):
 
 def inputs(query, key, value, scale=None, **options):
     """Inputs, from arrays of any dtype. The scale is 1/sqrt(H) if None."""
-    operands = _visible.Operands(query.dtype)
-    query, key, value = (None if x is None else x.astype(_visible.wide(x.dtype)) for x in (query, key, value))
+    operands, wide = _visible.Operands(query.dtype), _visible.wide(query.dtype)
+    query, key, value = query.astype(wide), key.astype(wide), None if value is None else value.astype(wide)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[1])
         # Folded into the query where that rounds nothing that is not rounded anyway.
         if not operands.rounded or math.frexp(scale)[0] == 0.5:
-            query, scale = query * query.dtype.type(scale), None
+            query, scale = query * wide.type(scale), None
         else:
-            scale = jnp.asarray(scale, query.dtype)
+            scale = jnp.asarray(scale, wide)
     return Inputs(query, key, value, scale, operands, **options)
 
 

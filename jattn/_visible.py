@@ -18,6 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -111,7 +112,7 @@ def _rank_2(spec, rounded, x, y, visible=None):
     return jax.lax.cond(anywhere(bad.any()), cleaned, lambda: product(y))
 
 
-@jax.custom_batching.custom_vmap
+@custom_vmap
 def anywhere(flag):
     """Whether it holds for any element of the mapped axes. `lax.cond` on what is mapped would run both branches."""
     return flag

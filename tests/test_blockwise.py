@@ -104,11 +104,13 @@ def test_the_walk_sees_what_the_dense_engine_makes():
 
 
 @functools.cache
-def compiled(what, length):
-    x = jax.ShapeDtypeStruct((1, length, 8, 64), F32)
+def compiled(what, length, layout="(B, T, N, H)", mask=None):
+    x = jax.ShapeDtypeStruct((1, length, 8, 64) if layout == "(B, T, N, H)" else (8, length, 64), F32)
 
     def f(q, k, v):
-        return jattn.attention(q, k, v, method="blockwise").sum()
+        if layout == "(B, T, N, H)":
+            return jattn.attention(q, k, v, mask, method="blockwise").sum()
+        return jax.vmap(lambda q, k, v: jattn.attend(q, k, v, mask, method="blockwise"))(q, k, v).sum()
 
     program = {
         "gradient": jax.grad(f, (0, 1, 2)),
@@ -118,12 +120,27 @@ def compiled(what, length):
     return jax.jit(program).lower(x, x, x).compile()
 
 
-def temporaries(what, length):
-    return compiled(what, length).memory_analysis().temp_size_in_bytes
+def temporaries(*program):
+    return compiled(*program).memory_analysis().temp_size_in_bytes
 
 
-def test_the_gradient_at_8192_needs_at_most_64_megabytes():
-    assert temporaries("gradient", 8192) <= 64e6
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["no mask", "causal"])
+@pytest.mark.parametrize("layout", ["(B, T, N, H)", "(N, T, H)"])
+def test_the_gradient_at_8192_needs_at_most_64_megabytes(layout, mask):
+    # The XLA of jax 0.10 and 0.11 also keeps query, key and value with the heads in front.
+    copies = 3 * 8192 * 8 * 64 * 4 if layout == "(B, T, N, H)" and jax.__version_info__ < (0, 12) else 0
+    assert temporaries("gradient", 8192, layout, mask) <= 64e6 + copies
+
+
+def test_auto_is_blockwise_where_that_is_faster():
+    def largest(T, S):
+        x = jnp.zeros((T, 1, 2)), jnp.zeros((S, 1, 2)), jnp.zeros((S, 1, 2))
+        return max(n for n, *_ in sizes(jax.make_jaxpr(jattn.attention)(*x).jaxpr))
+
+    assert largest(512, 512) == 512 * 512
+    assert largest(1024, 1024) == 512 * 256
+    # Decoding.
+    assert largest(1, 8192) == 2 * 8192
 
 
 @pytest.mark.parametrize("what", ["gradient", "jvp", "Hessian-vector product"])
@@ -153,7 +170,7 @@ def test_keys_are_never_repeated_for_the_queries_that_share_them():
 
 
 def planned(mask, T, S, block, **positions):
-    x = _tile.Inputs(jnp.zeros((T, 1)), jnp.zeros((S, 1)), None, 1.0, mask=mask, **positions)
+    x = _tile.inputs(jnp.zeros((T, 1)), jnp.zeros((S, 1)), None, mask=mask, **positions)
     return _plan.plan(x, block)
 
 
