@@ -141,7 +141,7 @@ def seen(visible, x, other):
 
 
 def scaled_late(x):
-    """Whether the scale comes after the product, because a scaled query would be rounded."""
+    """Whether the scale, but for a power of two, comes after the product, because a scaled query would be rounded."""
     return x.scale is not None and x.operands.rounded
 
 
@@ -149,9 +149,13 @@ def logits(x, visible):
     """(t, s), 0 where not visible, given a tile's own inputs."""
     # A query that sees nothing is not read: it shares `scale` with the others, whose derivative would meet it.
     query = x.query if visible is None else jnp.where(visible.any(1)[:, None], x.query, 0)
-    late = scaled_late(x)
-    out = _visible.scores(query if late or x.scale is None else query * x.scale, x.key, visible, x.operands)
-    out = out * x.scale if late else out
+    if not scaled_late(x):
+        out = _visible.scores(query if x.scale is None else query * x.scale, x.key, visible, x.operands)
+    else:
+        # The power of two in it comes before the product, so that this does not overflow, and rounds nothing.
+        power = jax.lax.reduce_precision(jax.lax.stop_gradient(x.scale), exponent_bits=8, mantissa_bits=0)
+        power = jnp.where(power == 0, 1, power)
+        out = _visible.scores(query * power, x.key, visible, x.operands) * (x.scale / power)
     # Each term goes through a select before it is added, so that no product is fused with the addition: see `below`.
     if x.softcap is not None:
         out = seen(visible, x.softcap * jnp.tanh(out / x.softcap), 0)
