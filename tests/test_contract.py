@@ -1729,6 +1729,21 @@ def test_statistics_do_not_change_the_output(engine):
     assert_close(f(return_stats=True)[0], f())
 
 
+def test_keys_that_tie_for_the_largest_logit_share_its_derivative(engine):
+    query = jnp.array([[1.0, 2.0], [-1.0, 0.5]])
+    # The first query's largest logit is that of keys 0, 3 and 5, tiles apart; the second's that of key 1 alone.
+    key = jnp.array([[2.0, 1.0], [-3.0, 1.0], [0.0, 0.5], [2.0, 1.0], [1.0, 1.0], [2.0, 1.0]])
+
+    def largest(key):
+        return attend(query, key, key, scale=1.0, return_stats=True, **engine)[1].max_logit
+
+    expected = np.zeros((2, 6, 2))
+    expected[0, [0, 3, 5]] = np.asarray(query)[0] / 3
+    expected[1, 1] = np.asarray(query)[1]
+    assert_close(jax.jit(jax.jacrev(largest))(key), expected)
+    assert_close(jax.jit(jax.jacfwd(largest))(key), expected)
+
+
 def test_an_output_has_no_derivative_to_keys_after_it(engine):
     query, key, value = map(jnp.asarray, one_head())
     jacobian = jax.jacrev(lambda key: attend(query, key, value, masks.causal(), **engine).sum(-1))(key)
