@@ -174,6 +174,15 @@ def test_half_precision_logits_neither_overflow_nor_lose_an_ulp(dtype, scale, en
     assert_close(stats.lse, np.log(np.exp(logits - peak).sum(1)) + peak[:, 0], "float32")
 
 
+def test_float32_products_ask_for_the_highest_precision(engine):
+    # A CPU has no other; elsewhere operands would be rounded.
+    x = jnp.zeros((8, 4), np.float32)
+    f = jax.grad(lambda q, k, v: attend(q, k, v, masks.causal(), **engine).sum(), (0, 1, 2))
+    products = [line for line in jax.jit(f).lower(x, x, x).as_text().splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) >= 5
+    assert all("HIGHEST, HIGHEST" in line for line in products)
+
+
 @pytest.mark.parametrize("count", range(5))
 def test_any_subset_of_mask_sources_is_their_conjunction(count, engine):
     q, k = QUERIES, KEYS
