@@ -240,7 +240,6 @@ def _head(args, T, S):
     if "query" not in args:
         args |= {"query": jnp.zeros((T, 1)), "key": jnp.zeros((S, 1))}
     args.setdefault("value", None)
-    args.setdefault("scale", np.asarray(1 / math.sqrt(args["query"].shape[1]), _visible.wide(args["query"].dtype)))
     rows = args.pop("rows", None)
     x = _tile.inputs(**args)
     positions = x.query_positions, x.key_positions

@@ -170,7 +170,7 @@ def _sums_jvp(static, primals, tangents):
         for n, (d, name) in enumerate(zip(d_cut, _CUT, strict=True)):
             if d is not None:
                 axis = getattr(plan, name)
-                d_cut[n], part = _slices.take(d, jnp.asarray(axis.start)[ij[_CUT[n] == "keys"]], axis.size)
+                d_cut[n], part = _slices.take(d, jnp.asarray(axis.start)[ij[name == "keys"]], axis.size)
                 d_parts.append(part)
         parts = tile(floats, others, rows, moving, d_moving, d_parts, kinds, *ij)
         start = jnp.asarray(plan.queries.start)[ij[0]]

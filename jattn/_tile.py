@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn import _dropout, _visible
 
@@ -26,7 +27,7 @@ from jattn import _dropout, _visible
 class Inputs(NamedTuple):
     """One head: query (T, H), key (S, H), value (S, D) or None, all float32 or wider; and the options.
 
-    `operands` is what products round to, `_visible.Operands`. `scale` is None where the query is scaled already.
+    `operands` is what products round to, `_visible.Operands`.
     """
 
     query: Any
@@ -85,12 +86,7 @@ def inputs(query, key, value, scale=None, **options):
     operands, wide = _visible.Operands(query.dtype), _visible.wide(query.dtype)
     query, key, value = query.astype(wide), key.astype(wide), None if value is None else value.astype(wide)
     if scale is None:
-        scale = 1 / math.sqrt(query.shape[1])
-        # Folded into the query where that rounds nothing that is not rounded anyway.
-        if not operands.rounded or math.frexp(scale)[0] == 0.5:
-            query, scale = query * wide.type(scale), None
-        else:
-            scale = jnp.asarray(scale, wide)
+        scale = np.asarray(1 / math.sqrt(query.shape[1]), wide)
     return Inputs(query, key, value, scale, operands, **options)
 
 
@@ -140,19 +136,15 @@ def seen(visible, x, other):
     return x if visible is None else jnp.where(visible, x, other)
 
 
-def scaled_late(x):
-    """Whether the scale, but for a power of two, comes after the product, because a scaled query would be rounded."""
-    return x.scale is not None and x.operands.rounded
-
-
 def logits(x, visible):
     """(t, s), 0 where not visible, given a tile's own inputs."""
     # A query that sees nothing is not read: it shares `scale` with the others, whose derivative would meet it.
     query = x.query if visible is None else jnp.where(visible.any(1)[:, None], x.query, 0)
-    if not scaled_late(x):
-        out = _visible.scores(query if x.scale is None else query * x.scale, x.key, visible, x.operands)
+    if not x.operands.rounded:
+        out = _visible.scores(query * x.scale, x.key, visible, x.operands)
     else:
-        # The power of two in it comes before the product, so that this does not overflow, and rounds nothing.
+        # The scale comes after the product, because a scaled query would be rounded; but the power of two in it, which
+        # rounds nothing, before, so that the product does not overflow.
         power = jax.lax.reduce_precision(jax.lax.stop_gradient(x.scale), exponent_bits=8, mantissa_bits=0)
         power = jnp.where(power == 0, 1, power)
         out = _visible.scores(query * power, x.key, visible, x.operands) * (x.scale / power)
@@ -216,7 +208,7 @@ def near(x, y, size):
 
 def weights(x, logits, visible, peak):
     """p (t, s), and the shifted logits that it is the exponential of, 0 where not visible."""
-    once = x.softcap is None and x.bias is None and not scaled_late(x)
+    once = x.softcap is None and x.bias is None and not x.operands.rounded
     # Replaced before exp too: in a spoilt row the peak is NaN, and 0 * NaN would be what exp passes back.
     shifted = seen(visible, below(logits, peak[:, None], once), 0)
     return seen(visible, jnp.exp(shifted), 0), shifted
