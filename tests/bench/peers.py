@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import jattn
-from jattn import _tile, _visible, masks
+from jattn import _visible, masks
 
 N, H = 8, 64
 
@@ -139,22 +139,22 @@ def isolation():
 
 
 class _unguarded:
-    """Products that read whatever there is, and no search for what is not finite."""
+    """Products that read whatever there is."""
 
     def __enter__(self):
         jax.clear_caches()
-        self.was = _visible._rank_2, _tile.spoils
-        guarded = self.was[0]
+        self.was = _visible._product, _visible.shown
 
-        def bare(spec, rounded, x, y, visible=None):
-            out = guarded(spec, rounded, x, y)
+        def bare(spec, x, y, visible, operands):
+            letters = _visible._LETTERS[spec]
+            precision = _visible.precision(x.dtype)
+            out = jnp.einsum(f"{letters[0]},{letters[1]}->{letters[2]}", x, y, precision=precision)
             return jnp.where(visible, out, 0) if visible is not None and spec == _visible._SCORES else out
 
-        _visible._rank_2 = bare
-        _tile.spoils = lambda *arrays: jnp.zeros(arrays[0].shape[0], arrays[0].dtype)
+        _visible._product, _visible.shown = bare, lambda x: x
 
     def __exit__(self, *error):
-        _visible._rank_2, _tile.spoils = self.was
+        _visible._product, _visible.shown = self.was
         jax.clear_caches()
 
 
