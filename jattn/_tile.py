@@ -93,9 +93,9 @@ def inputs(query, key, value, scale=None, **options):
 def spoils(*arrays):
     """(n,): NaN where a row of one of the (n, m) arrays holds something that is not finite, 0 elsewhere."""
     arrays = [jax.lax.stop_gradient(x) for x in arrays if x is not None]
-    # One pass, and NaN where an entry is NaN.
-    largest = functools.reduce(jnp.maximum, (jnp.abs(x).max(1, initial=0) for x in arrays))
-    return jnp.where(largest < jnp.inf, 0, jnp.nan).astype(arrays[0].dtype)
+    # No maximum of the sizes, which could forget a NaN: see `peaks`.
+    finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x).all(1) for x in arrays))
+    return jnp.where(finite, 0, jnp.nan).astype(arrays[0].dtype)
 
 
 def cut(x, pairs):
@@ -174,7 +174,9 @@ def _(once, primals, tangents):
 
 def peaks(logits, visible, poison):
     """(t,): the largest visible logit, -inf without one, NaN where a visible key is poisoned."""
-    return jax.lax.stop_gradient(seen(visible, logits + poison[None, :], -jnp.inf).max(1, initial=-jnp.inf))
+    logits = jax.lax.stop_gradient(seen(visible, logits + poison[None, :], -jnp.inf))
+    # XLA:CPU takes maxima over 4096 floats or more with YNNPACK, which forgets a NaN and what came before it.
+    return jnp.where(jnp.isnan(logits).any(1), jnp.nan, logits.max(1, initial=-jnp.inf))
 
 
 def rows(x, largest, ties, alive):

@@ -102,7 +102,8 @@ def _rank_2(spec, rounded, x, y, visible=None):
         product = lambda y: dot("ht,ts->hs", jax.lax.optimization_barrier(y.T), x).T  # noqa: E731
     if visible is None:
         return product(y)
-    bad = ~(jnp.abs(y).max(-1, initial=0) < jnp.inf)
+    # No maximum of the sizes, which could forget a NaN: see `_tile.peaks`.
+    bad = ~jnp.isfinite(y).all(-1)
 
     def cleaned():
         # Before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it.
