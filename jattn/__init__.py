@@ -1,6 +1,6 @@
 """Attention for JAX that you can trust at the edges and look into in the middle."""
 
-from jattn import biases, masks
+from jattn import biases, masks, testing
 from jattn._attention import attend, attention, attention_weights
 from jattn._cache import Cache, cached_attention
 from jattn._online import merge
@@ -27,4 +27,5 @@ __all__ = [
     "rotary",
     "rows_normalised",
     "softmax",
+    "testing",
 ]

@@ -34,6 +34,7 @@ SURFACE = {
     "rotary": "x positions",
     "rows_normalised": "weights tol axis",
     "softmax": "x axis where",
+    "testing": None,
 }
 RULES = {
     "masks.array": "mask",
@@ -49,7 +50,11 @@ RULES = {
     "biases.rule": "fn *arrays",
 }
 METHODS = {"Cache.create": "capacity K H D"}
-CALLS = {name: positional for name, positional in (SURFACE | RULES | METHODS).items() if positional is not None}
+ASSERTIONS = {
+    "testing.assert_causal": "fn x axis",
+    "testing.assert_visible": "fn x mask axis",
+}
+CALLS = {name: given for name, given in (SURFACE | RULES | METHODS | ASSERTIONS).items() if given is not None}
 FUNCTIONS = sorted(CALLS.keys() - {"Cache", "Stats"})
 
 
@@ -82,10 +87,10 @@ def test_importing_jattn_imports_only_jax_and_chex(fresh):
     assert fresh["modules"] == ["jattn"]
 
 
-@pytest.mark.parametrize("module", ["masks", "biases"])
-def test_the_rules_are_the_whole_surface_of_their_module(module):
+@pytest.mark.parametrize("module", ["masks", "biases", "testing"])
+def test_the_table_is_the_whole_surface_of_a_module(module):
     functions = {name for name in public(module).__all__ if not inspect.isclass(public(f"{module}.{name}"))}
-    assert {f"{module}.{name}" for name in functions} == {name for name in RULES if name.startswith(module)}
+    assert {f"{module}.{name}" for name in functions} == {name for name in CALLS if name.startswith(f"{module}.")}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -103,8 +108,9 @@ def test_every_public_docstring_has_its_sections(name):
     sections = re.findall(r"^([A-Z][a-z]+):", docstring, re.MULTILINE)
     args = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
     assert re.findall(r"^    \*?(\w+):", args, re.MULTILINE) == list(inspect.signature(function).parameters)
-    # A rule is named by what it returns.
-    assert {"Example"} | (set() if name in RULES else {"Returns", "Raises"}) <= set(sections)
+    # A rule is named by what it returns, and an assertion returns nothing.
+    needed = {"Example"} | (set() if name in RULES else {"Raises"} if name in ASSERTIONS else {"Returns", "Raises"})
+    assert needed <= set(sections)
     assert ">>> " in docstring.partition("\nExample:\n")[2]
 
 
