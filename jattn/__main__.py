@@ -190,7 +190,7 @@ def print_generation(model, tokenizer, ids, count):
         print(f"  {what:16}...{tokenizer.decode(tokens)!r}")
     largest, agree = difference(cached_logits, logits)
     print(f"  Logits with a cache and without differ by {largest:.1e} at most.")
-    return agree and cached == plain == own
+    return all((agree, cached == plain, plain == own))
 
 
 def main(argv=None):

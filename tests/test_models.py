@@ -257,8 +257,9 @@ def llama(arrays, ids, sizes):
     x = array("token_embd")[np.asarray(ids)]
     for layer in (f"blk.{i}" for i in range(sizes["block_count"])):
         h = normalised(x, f"{layer}.attn_norm")
+        heads = {"q": N, "k": K, "v": K}
         query, key, value = (
-            (h @ array(f"{layer}.attn_{name}").T).reshape(T, heads, -1) for name, heads in (("q", N), ("k", K), ("v", K))
+            (h @ array(f"{layer}.attn_{name}").T).reshape(T, n, -1) for name, n in heads.items()
         )
         out = reference.attention(turned(query), turned(key), value, np.tri(T, dtype=bool)).out
         x = x + out.reshape(T, -1) @ array(f"{layer}.attn_output").T
@@ -375,7 +376,7 @@ def test_smollm2_is_that_of_plain_numpy(model):
     ids = tokenizer.encode("The capital of France is")
     _, arrays = smollm2.gguf(metadata.distribution(smollm2.PACKAGE).locate_file(smollm2.FILE))
     logits, _ = run(weights, jnp.array(ids))
-    assert_close(logits, llama(arrays, ids, sizes), "float32", factor=50)
+    assert_close(logits, llama(arrays, ids, sizes), "float32", factor=5)
 
 
 @pytest.mark.slow
