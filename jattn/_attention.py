@@ -94,10 +94,10 @@ def attend(
         >>> attend(jnp.eye(2), jnp.eye(2), jnp.eye(2), masks.causal())[0].tolist()
         [1.0, 0.0]
     """
-    return _attend("attend", False, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
-                   dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
-                   key_positions=key_positions, empty=empty, method=method, block_size=block_size,
-                   return_stats=return_stats)  # fmt: skip
+    return attend_as("attend", False, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
+                     dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
+                     key_positions=key_positions, empty=empty, method=method, block_size=block_size,
+                     return_stats=return_stats)  # fmt: skip
 
 
 def attention(
@@ -160,10 +160,10 @@ def attention(
         >>> attention(x, x[:, :, :2], x[:, :, :2], masks.causal()).shape
         (2, 5, 4, 8)
     """
-    return _attend("attention", True, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
-                   dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
-                   key_positions=key_positions, empty=empty, method=method, block_size=block_size,
-                   return_stats=return_stats)  # fmt: skip
+    return attend_as("attention", True, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
+                     dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
+                     key_positions=key_positions, empty=empty, method=method, block_size=block_size,
+                     return_stats=return_stats)  # fmt: skip
 
 
 def attention_weights(
@@ -217,13 +217,18 @@ def attention_weights(
     return call.run(_weights, empty, head_axis=0)
 
 
-def _attend(
+def attend_as(
     who, heads, query, key, value, mask, bias, *, scale, softcap, sink, dropout_rate, dropout_rng, query_positions,
-    key_positions, empty, method, block_size, return_stats,
+    key_positions, empty, method, block_size, return_stats, there=None,
 ):  # fmt: skip
+    """`attend`, or `attention` with heads, called `who` in errors.
+
+    `there` is a mask of its own: what it hides is no part of the call, and a query to which it shows nothing is
+    padding, which no policy counts as an empty row.
+    """
     call = _Call(who, heads)
     call.arrays(query=query, key=key, value=value)
-    call.sources(mask, bias)
+    call.sources(mask, bias, there)
     call.numbers(scale, softcap, sink)
     call.positions(query_positions=query_positions, key_positions=key_positions)
     call.dropout(dropout_rate, dropout_rng)
@@ -240,7 +245,9 @@ def _head(args, T, S):
     if "query" not in args:
         args |= {"query": jnp.zeros((T, 1)), "key": jnp.zeros((S, 1))}
     args.setdefault("value", None)
-    rows = args.pop("rows", None)
+    rows, there = args.pop("rows", None), args.pop("there", None)
+    if there is not None:
+        args["mask"] = there & args["mask"] if "mask" in args else there
     x = _tile.inputs(**args)
     positions = x.query_positions, x.key_positions
     return x, _rules.all_pairs(T, S, *positions) if rows is None else _rules.some_rows(rows, S, *positions)
@@ -272,7 +279,8 @@ def _weights(args, T, S, block):
 
 def _empty(args, T, S, block):
     x, pairs = _head(args, T, S)
-    return ~_tile.some(_tile.visible_pairs(_tile.cut(x, pairs), pairs), pairs)
+    empty = ~_tile.some(_tile.visible_pairs(_tile.cut(x, pairs), pairs), pairs)
+    return empty & args["there"].tile(pairs).any(1) if "there" in args else empty
 
 
 class _Call:
@@ -309,9 +317,10 @@ class _Call:
             self._add(what, x, axes[what])
         _checks.heads(who, query, self.sizes)
 
-    def sources(self, mask, bias):
-        if mask is not None:
-            self._source("mask", mask, masks, masks.Mask, [("*B?",), ("*B?", "N?")])
+    def sources(self, mask, bias, there=None):
+        for what, x in (("mask", mask), ("there", there)):
+            if x is not None:
+                self._source(what, x, masks, masks.Mask, [("*B?",), ("*B?", "N?")])
         if bias is not None:
             self._source("bias", bias, biases, biases.Bias, [("N?",), ("*B?", "N?")])
 
@@ -419,7 +428,7 @@ class _Call:
         _checks.choice(self.who, "empty", empty, ("zero", "raise"))
         refused = None
         if empty == "raise":
-            sources = ("mask", "bias", "query_positions", "key_positions")
+            sources = ("mask", "there", "bias", "query_positions", "key_positions")
             seen = {what: x for what, x in self.args.items() if what in sources}
             if _checks.known(seen):
                 with jax.ensure_compile_time_eval():

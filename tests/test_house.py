@@ -1,8 +1,8 @@
 """The rules of the house: the surface is what the table says, and nothing else is imported, shipped or left lying."""
 
-import importlib
 import inspect
 import json
+import operator
 import re
 import subprocess
 import sys
@@ -17,11 +17,13 @@ ROOT = Path(__file__).parent.parent
 # Every public name, and what a call may give it by position: arrays, or what would read oddly with its name.
 # Whatever else it takes is an option, by keyword only.
 SURFACE = {
+    "Cache": "key value lengths positions",
     "Stats": "lse max_logit entropy",
     "attend": "query key value mask bias",
     "attention": "query key value mask bias",
     "attention_weights": "query key mask bias",
     "biases": None,
+    "cached_attention": "query key value cache mask bias",
     "dot_product_attention": "query key value bias mask",
     "entropy": "weights axis",
     "log_softmax": "x axis where",
@@ -47,17 +49,17 @@ RULES = {
     "biases.relative": "table buckets",
     "biases.rule": "fn *arrays",
 }
+METHODS = {"Cache.create": "capacity K H D"}
 ASSERTIONS = {
     "testing.assert_causal": "fn x axis",
     "testing.assert_visible": "fn x mask axis",
 }
-CALLS = {name: given for name, given in (SURFACE | RULES | ASSERTIONS).items() if given is not None}
-FUNCTIONS = sorted(CALLS.keys() - {"Stats"})
+CALLS = {name: given for name, given in (SURFACE | RULES | METHODS | ASSERTIONS).items() if given is not None}
+FUNCTIONS = sorted(CALLS.keys() - {"Cache", "Stats"})
 
 
 def public(name):
-    owner, _, name = f"jattn.{name}".rpartition(".")
-    return getattr(importlib.import_module(owner), name)
+    return operator.attrgetter(name)(jattn)
 
 
 @pytest.fixture(scope="module")
