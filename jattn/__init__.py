@@ -2,6 +2,7 @@
 
 from jattn import biases, masks
 from jattn._attention import attend, attention, attention_weights
+from jattn._multihead import MultiHead, init_multihead, multihead
 from jattn._online import merge
 from jattn._rotary import rotary
 from jattn._rows import entropy, log_softmax, logsumexp, naive_softmax, rows_normalised, softmax
@@ -9,6 +10,7 @@ from jattn._tile import Stats
 from jattn.interop.jax_nn import dot_product_attention
 
 __all__ = [
+    "MultiHead",
     "Stats",
     "attend",
     "attention",
@@ -16,10 +18,12 @@ __all__ = [
     "biases",
     "dot_product_attention",
     "entropy",
+    "init_multihead",
     "log_softmax",
     "logsumexp",
     "masks",
     "merge",
+    "multihead",
     "naive_softmax",
     "rotary",
     "rows_normalised",

@@ -13,7 +13,7 @@ import numpy as np
 
 from jattn import _blockwise, _checks, _dense, _dropout, _rules, _tile, _visible, biases, masks
 
-_AXES = {
+AXES = {
     "query": ("*B", "T", "N", "H"),
     "key": ("*B", "S", "K", "H"),
     "value": ("*B", "S", "K", "D"),
@@ -94,10 +94,10 @@ def attend(
         >>> attend(jnp.eye(2), jnp.eye(2), jnp.eye(2), masks.causal())[0].tolist()
         [1.0, 0.0]
     """
-    return _attend("attend", False, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
-                   dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
-                   key_positions=key_positions, empty=empty, method=method, block_size=block_size,
-                   return_stats=return_stats)  # fmt: skip
+    return attend_as("attend", False, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
+                     dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
+                     key_positions=key_positions, empty=empty, method=method, block_size=block_size,
+                     return_stats=return_stats)  # fmt: skip
 
 
 def attention(
@@ -160,10 +160,10 @@ def attention(
         >>> attention(x, x[:, :, :2], x[:, :, :2], masks.causal()).shape
         (2, 5, 4, 8)
     """
-    return _attend("attention", True, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
-                   dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
-                   key_positions=key_positions, empty=empty, method=method, block_size=block_size,
-                   return_stats=return_stats)  # fmt: skip
+    return attend_as("attention", True, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
+                     dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
+                     key_positions=key_positions, empty=empty, method=method, block_size=block_size,
+                     return_stats=return_stats)  # fmt: skip
 
 
 def attention_weights(
@@ -217,10 +217,12 @@ def attention_weights(
     return call.run(_weights, empty, head_axis=0)
 
 
-def _attend(
-    who, heads, query, key, value, mask, bias, *, scale, softcap, sink, dropout_rate, dropout_rng, query_positions,
-    key_positions, empty, method, block_size, return_stats,
+def attend_as(
+    who, heads, query, key, value, mask, bias, *, scale=None, softcap=None, sink=None, dropout_rate=0.0,
+    dropout_rng=None, query_positions=None, key_positions=None, empty="zero", method="auto", block_size=None,
+    return_stats=False,
 ):  # fmt: skip
+    """`attend`, or `attention` if `heads`, whose errors name `who`."""
     call = _Call(who, heads)
     call.arrays(query=query, key=key, value=value)
     call.sources(mask, bias)
@@ -295,7 +297,7 @@ class _Call:
     def arrays(self, **arrays):
         who = self.who
         arrays = _checks.one_floating_dtype(who, **arrays)
-        axes = {what: self._axes(*_AXES[what]) for what in arrays}
+        axes = {what: self._axes(*AXES[what]) for what in arrays}
         hint = "" if self.heads else "Add heads and batches with jax.vmap, or call attention."
         for what, x in arrays.items():
             _checks.rank(who, what, x, axes[what], at_least=self.heads, hint=hint)
@@ -366,7 +368,7 @@ class _Call:
             if x is None:
                 continue
             x = _checks.integral(self.who, what, x)
-            axes = self._axes(*_AXES[what])[-1 if x.ndim == 1 else 0 :]
+            axes = self._axes(*AXES[what])[-1 if x.ndim == 1 else 0 :]
             _checks.shape(self.who, what, x, axes, self.sizes)
             self._add(what, x, axes)
 

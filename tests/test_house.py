@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 # Every public name, and what a call may give it by position: arrays, or what would read oddly with its name.
 # Whatever else it takes is an option, by keyword only.
 SURFACE = {
+    "MultiHead": "query key value out query_bias key_bias value_bias out_bias query_norm key_norm",
     "Stats": "lse max_logit entropy",
     "attend": "query key value mask bias",
     "attention": "query key value mask bias",
@@ -24,10 +25,12 @@ SURFACE = {
     "biases": None,
     "dot_product_attention": "query key value bias mask",
     "entropy": "weights axis",
+    "init_multihead": "rng features N K H D",
     "log_softmax": "x axis where",
     "logsumexp": "x axis where",
     "masks": None,
     "merge": "outs lses",
+    "multihead": "params x context mask bias **options",
     "naive_softmax": "x axis",
     "rotary": "x positions",
     "rows_normalised": "weights tol axis",
@@ -47,7 +50,7 @@ RULES = {
     "biases.rule": "fn *arrays",
 }
 CALLS = {name: positional for name, positional in (SURFACE | RULES).items() if positional is not None}
-FUNCTIONS = sorted(CALLS.keys() - {"Stats"})
+FUNCTIONS = sorted(CALLS.keys() - {"MultiHead", "Stats"})
 
 
 def public(name):
