@@ -2,6 +2,7 @@
 
 from jattn import biases, masks
 from jattn._attention import attend, attention, attention_weights
+from jattn._cache import Cache, cached_attention
 from jattn._multihead import MultiHead, init_multihead, multihead
 from jattn._online import merge
 from jattn._rotary import rotary
@@ -10,12 +11,14 @@ from jattn._tile import Stats
 from jattn.interop.jax_nn import dot_product_attention
 
 __all__ = [
+    "Cache",
     "MultiHead",
     "Stats",
     "attend",
     "attention",
     "attention_weights",
     "biases",
+    "cached_attention",
     "dot_product_attention",
     "entropy",
     "init_multihead",

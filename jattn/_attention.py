@@ -220,12 +220,16 @@ def attention_weights(
 def attend_as(
     who, heads, query, key, value, mask, bias, *, scale=None, softcap=None, sink=None, dropout_rate=0.0,
     dropout_rng=None, query_positions=None, key_positions=None, empty="zero", method="auto", block_size=None,
-    return_stats=False,
+    return_stats=False, there=None,
 ):  # fmt: skip
-    """`attend`, or `attention` if `heads`, whose errors name `who`."""
+    """`attend`, or `attention` with heads, called `who` in errors.
+
+    `there` is a mask of its own: what it hides is no part of the call, and a query to which it shows nothing is
+    padding, which no policy counts as an empty row.
+    """
     call = _Call(who, heads)
     call.arrays(query=query, key=key, value=value)
-    call.sources(mask, bias)
+    call.sources(mask, bias, there)
     call.numbers(scale, softcap, sink)
     call.positions(query_positions=query_positions, key_positions=key_positions)
     call.dropout(dropout_rate, dropout_rng)
@@ -242,7 +246,9 @@ def _head(args, T, S):
     if "query" not in args:
         args |= {"query": jnp.zeros((T, 1)), "key": jnp.zeros((S, 1))}
     args.setdefault("value", None)
-    rows = args.pop("rows", None)
+    rows, there = args.pop("rows", None), args.pop("there", None)
+    if there is not None:
+        args["mask"] = there & args["mask"] if "mask" in args else there
     x = _tile.inputs(**args)
     positions = x.query_positions, x.key_positions
     return x, _rules.all_pairs(T, S, *positions) if rows is None else _rules.some_rows(rows, S, *positions)
@@ -274,7 +280,8 @@ def _weights(args, T, S, block):
 
 def _empty(args, T, S, block):
     x, pairs = _head(args, T, S)
-    return ~_tile.some(_tile.visible_pairs(_tile.cut(x, pairs), pairs), pairs)
+    empty = ~_tile.some(_tile.visible_pairs(_tile.cut(x, pairs), pairs), pairs)
+    return empty & args["there"].tile(pairs).any(1) if "there" in args else empty
 
 
 class _Call:
@@ -311,9 +318,10 @@ class _Call:
             self._add(what, x, axes[what])
         _checks.heads(who, query, self.sizes)
 
-    def sources(self, mask, bias):
-        if mask is not None:
-            self._source("mask", mask, masks, masks.Mask, [("*B?",), ("*B?", "N?")])
+    def sources(self, mask, bias, there=None):
+        for what, x in (("mask", mask), ("there", there)):
+            if x is not None:
+                self._source(what, x, masks, masks.Mask, [("*B?",), ("*B?", "N?")])
         if bias is not None:
             self._source("bias", bias, biases, biases.Bias, [("N?",), ("*B?", "N?")])
 
@@ -421,7 +429,7 @@ class _Call:
         _checks.choice(self.who, "empty", empty, ("zero", "raise"))
         refused = None
         if empty == "raise":
-            sources = ("mask", "bias", "query_positions", "key_positions")
+            sources = ("mask", "there", "bias", "query_positions", "key_positions")
             seen = {what: x for what, x in self.args.items() if what in sources}
             if _checks.known(seen):
                 with jax.ensure_compile_time_eval():

@@ -171,6 +171,13 @@ def options(who, options, function, but=()):
             raise TypeError(f"{who}: {name!r} is no option. There are {', '.join(names)}.")
 
 
+def size(who, what, x, at_least):
+    """`x`, a Python int."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < at_least:
+        raise _error(ValueError, who, what, f"an int >= {at_least}", repr(x))
+    return int(x)
+
+
 def known(*trees):
     """Whether every array in `trees` has a value now, not only once the program runs."""
     return not any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import _attention, _checks, _visible
+from jattn import _checks, _visible, masks
+from jattn._attention import attend_as, attention
+from jattn._cache import Cache, cached_attention
 
 _WHO = "multihead"
 
@@ -15,17 +17,17 @@ class MultiHead(NamedTuple):
     """The arrays of a layer of attention, for `multihead`: a pytree, to be trained, mapped and saved like any other.
 
     Axes: F features of a token, E features of a token of the context (F in self-attention), N query heads, K key/value
-    heads, H features of a query or key, D features of a value, O features of a token that comes out.
+    heads, H features of a query or key, D features of a value, M features of a token that comes out.
 
     Attributes:
         query: (F, N, H).
         key: (E, K, H).
         value: (E, K, D).
-        out: (N, D, O).
+        out: (N, D, M).
         query_bias: (N, H) or None.
         key_bias: (K, H) or None.
         value_bias: (K, D) or None.
-        out_bias: (O,) or None.
+        out_bias: (M,) or None.
         query_norm: (H,) or None: the scale of a layer normalisation of each query, over H.
         key_norm: (H,) or None: likewise of each key.
     """
@@ -46,11 +48,11 @@ _AXES = MultiHead(
     query=("F", "N", "H"),
     key=("E", "K", "H"),
     value=("E", "K", "D"),
-    out=("N", "D", "O"),
+    out=("N", "D", "M"),
     query_bias=("N", "H"),
     key_bias=("K", "H"),
     value_bias=("K", "D"),
-    out_bias=("O",),
+    out_bias=("M",),
     query_norm=("H",),
     key_norm=("H",),
 )
@@ -74,7 +76,7 @@ def init_multihead(rng, features, N, K=None, H=None, D=None, *, dtype: Any = jnp
         `MultiHead`.
 
     Raises:
-        ValueError: a size is no positive int, N is not a multiple of K, or H is None and F not a multiple of N.
+        ValueError: a size is no int >= 1, N is not a multiple of K, or H is None and F not a multiple of N.
         TypeError: `dtype` is not floating.
 
     Source: LeCun et al. 1998, Efficient BackProp: a normal distribution with variance 1 / (features that are summed),
@@ -86,16 +88,15 @@ def init_multihead(rng, features, N, K=None, H=None, D=None, *, dtype: Any = jnp
         ((8, 4, 2), (8, 2, 2), (4, 2, 8))
     """
     who = "init_multihead"
-    if H is None and _positive_int(who, "features", features) % _positive_int(who, "N", N):
-        raise ValueError(f"{who}: features = {features} is not a multiple of N = {N} heads. Pass H.")
-    K = N if K is None else K
-    H = features // N if H is None else H
-    sizes = {"F": features, "N": N, "K": K, "H": H, "D": H if D is None else D}
-    for what, n in sizes.items():
-        _positive_int(who, "features" if what == "F" else what, n)
-    sizes |= {"E": features, "O": features}
+    features, N = (_checks.size(who, what, n, 1) for what, n in (("features", features), ("N", N)))
+    K = N if K is None else _checks.size(who, "K", K, 1)
     if N % K:
         raise ValueError(f"{who}: N = {N} query heads is not a multiple of K = {K} key/value heads.")
+    if H is None and features % N:
+        raise ValueError(f"{who}: features = {features} is not a multiple of N = {N} heads. Pass H.")
+    H = features // N if H is None else _checks.size(who, "H", H, 1)
+    D = H if D is None else _checks.size(who, "D", D, 1)
+    sizes = {"F": features, "E": features, "N": N, "K": K, "H": H, "D": D, "M": features}
     dtype = _checks.floating(who, "dtype", np.empty((), dtype)).dtype
 
     shapes = MultiHead(*(tuple(sizes[a] for a in axes) for axes in _AXES))
@@ -112,12 +113,6 @@ def init_multihead(rng, features, N, K=None, H=None, D=None, *, dtype: Any = jnp
     )
 
 
-def _positive_int(who, what, n):
-    if not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 1:
-        raise ValueError(f"{who}: {what} must be a positive int, got {n!r}.")
-    return n
-
-
 def multihead(
     params,
     x,
@@ -125,6 +120,7 @@ def multihead(
     mask=None,
     bias=None,
     *,
+    cache=None,
     rotary=None,
     query_positions=None,
     key_positions=None,
@@ -139,18 +135,19 @@ def multihead(
         params: `MultiHead`, from `init_multihead` or from another library (`jattn.interop`).
         x: (*B, T, F), in the dtype of `params`.
         context: (*B, S, E), likewise: the tokens that keys and values come from. None: from `x`.
-        mask: as in `attention`.
-        bias: as in `attention`.
+        mask: as in `attention`. With a cache as in `cached_attention`, and `masks.causal()` if None.
+        bias: likewise.
+        cache: a `Cache`, for decoding: `x` are the next tokens of its sequences, and see those before them too.
         rotary: what turns queries and keys by their positions: `jattn.rotary`, or any function from heads and positions
             to heads. For another base pass `functools.partial(rotary, base=...)`.
-        query_positions: as in `attention`: the positions of `x`.
+        query_positions: as in `attention`: the positions of `x`. With a cache it has them.
         key_positions: as in `attention`: the positions of the context. Those of `x` in self-attention.
-        options: every other option of `attention`.
+        options: every other option of `attention`, with a cache of `cached_attention`.
 
     Returns:
-        (*B, T, O) in the dtype of `x`; with `return_stats` a pair of it and `Stats`, each (*B, T, N). What a token gets
-        that may attend to nothing is `out_bias` alone. A token that nothing sees, and that sees nothing, is never read,
-        by the derivatives of `params` neither.
+        (*B, T, M) in the dtype of `x`; with `return_stats` a pair of it and `Stats`, each (*B, T, N); with a cache a
+        pair of that and the cache with the new tokens. What a token gets that may attend to nothing is `out_bias`
+        alone. A token that nothing sees, and that sees nothing, is never read, by the derivatives of `params` neither.
 
     Raises:
         ValueError: a shape disagrees with the axes above, or as in `attention`.
@@ -165,11 +162,14 @@ def multihead(
         >>> multihead(params, jnp.ones((3, 5, 8)), mask=masks.causal(), rotary=rotary).shape
         (3, 5, 8)
     """
-    _checks.options(_WHO, options, _attention.attention)
+    _checks.options(_WHO, options, attention if cache is None else cached_attention)
     params, x, context = _tokens(params, x, context)
     if rotary is not None and not callable(rotary):
         hint = "For another base pass functools.partial(jattn.rotary, base=...)."
         raise TypeError(f"{_WHO}: rotary must be a function, such as jattn.rotary, got {rotary!r}. {hint}")
+    if cache is not None:
+        _alone_with(cache, x, context=context, query_positions=query_positions, key_positions=key_positions)
+        query_positions = cache.next_positions(x.shape[-2])
     if context is None:
         context = x
         key_positions = query_positions if key_positions is None else key_positions
@@ -180,13 +180,30 @@ def multihead(
     if rotary is not None:
         query = rotary(query, _positions("query_positions", query_positions, x))
         key = rotary(key, _positions("key_positions", key_positions, context))
-    positions = {"query_positions": query_positions, "key_positions": key_positions}
-    out = _attention.attend_as(_WHO, True, query, key, value, mask, bias, **positions, **options)
+    if cache is None:
+        positions = {"query_positions": query_positions, "key_positions": key_positions}
+        out = attend_as(_WHO, True, query, key, value, mask, bias, **positions, **options)
+    else:
+        mask = masks.causal() if mask is None else mask
+        out, cache = cached_attention(query, key, value, cache, mask, bias, **options)
+
     out, *stats = out if options.get("return_stats") else (out,)
     # Over N and D at once.
-    N, D, O = params.out.shape
-    out = _projected(out.reshape(*x.shape[:-1], N * D), params.out.reshape(N * D, O), params.out_bias)
-    return (out, *stats) if stats else out
+    N, D, M = params.out.shape
+    out = _projected(out.reshape(*x.shape[:-1], N * D), params.out.reshape(N * D, M), params.out_bias)
+    out = (out, *stats) if stats else out
+    return out if cache is None else (out, cache)
+
+
+def _alone_with(cache, x, **others):
+    """Asserts that the cache is one of the batch of `x`, and that none of the others is there."""
+    if not isinstance(cache, Cache):
+        raise TypeError(f"{_WHO}: cache must be a Cache, got {type(cache).__name__}. Make one with Cache.create.")
+    _checks.shape(_WHO, "cache.lengths", cache.lengths, ("*B",), {"B": x.shape[:-2]})
+    for what, other in others.items():
+        if other is not None:
+            got = f"{_checks.tupled(np.shape(other))}. It knows the tokens before these, and their positions."
+            raise ValueError(f"{_WHO}: {what} must be None with a cache, got {got}")
 
 
 def checked(who, params):

@@ -11,19 +11,19 @@ import reference
 from conftest import assert_close
 from jax.test_util import check_grads
 
-from jattn import MultiHead, Stats, attention, biases, init_multihead, masks, multihead, rotary
+from jattn import Cache, MultiHead, Stats, biases, init_multihead, masks, multihead, rotary
 
 NAN = np.nan
-B, T, S, F, E, N, K, H, D, O = 2, 5, 7, 11, 3, 6, 2, 4, 3, 5
+B, T, S, F, E, N, K, H, D, M = 2, 5, 7, 11, 3, 6, 2, 4, 3, 5
 SHAPES = MultiHead(
     query=(F, N, H),
     key=(F, K, H),
     value=(F, K, D),
-    out=(N, D, O),
+    out=(N, D, M),
     query_bias=(N, H),
     key_bias=(K, H),
     value_bias=(K, D),
-    out_bias=(O,),
+    out_bias=(M,),
     query_norm=(H,),
     key_norm=(H,),
 )
@@ -66,7 +66,7 @@ def projected(params, what, x, turn=lambda x: x):
 
 
 def layer(params, x, context=None, turn_query=lambda x: x, turn_key=lambda x: x, **options):
-    """(B, T, O) and the rest of the reference's result, in float64."""
+    """(B, T, M) and the rest of the reference's result, in float64."""
     context = x if context is None else context
     query, key = projected(params, "query", x, turn_query), projected(params, "key", context, turn_key)
     result = reference.attention(query, key, projected(params, "value", context), **options)
@@ -89,7 +89,7 @@ LAYERS = {
 def test_a_layer_is_its_projections_around_attention(optional):
     p, x = params(*optional), tokens()
     got = multihead(p, x, mask=masks.causal())
-    assert got.shape == (B, T, O) and got.dtype == np.float64
+    assert got.shape == (B, T, M) and got.dtype == np.float64
     assert_close(got, layer(p, x, mask=CAUSAL).out, factor=10)
 
 
@@ -116,7 +116,7 @@ def test_mask_bias_and_options_are_those_of_attention():
     rates = [multihead(p, x, dropout_rate=r, dropout_rng=jax.random.key(0)) for r in (0.0, 0.5)]
     assert_close(rates[0], layer(p, x).out, factor=10)
     assert np.abs(rates[1] - rates[0]).max() > 0.1
-    assert_close(multihead(p, x, dropout_rate=1.0, dropout_rng=jax.random.key(0)), np.zeros((B, T, O)))
+    assert_close(multihead(p, x, dropout_rate=1.0, dropout_rng=jax.random.key(0)), np.zeros((B, T, M)))
 
 
 ROTARY = {
@@ -222,7 +222,7 @@ def test_any_batch_axes_and_lengths(b, t, s):
     p = params(*BIASES)
     x, context = normal(1, *b, t, F), normal(2, *b, s, F)
     got = multihead(p, x, context, rotary=rotary)
-    assert got.shape == (*b, t, O)
+    assert got.shape == (*b, t, M)
     if 0 in (t, s):
         np.testing.assert_array_equal(got, np.broadcast_to(p.out_bias, got.shape))
     elif got.size:
@@ -302,6 +302,52 @@ def test_vmap_over_layers_is_a_loop_and_scan_over_layers_is_a_stack():
     assert_close(got, functools.reduce(lambda x, p: call(p, x), stack, x), factor=100)
 
 
+# Decoding
+
+CACHES = {
+    "causal": (dict(mask=masks.causal()), {}),
+    "causal by default": (dict(mask=masks.causal()), dict(mask=None)),
+    "a window and rotary": (dict(mask=masks.causal() & masks.window(2, None), rotary=rotary), {}),
+    "a ring": (dict(mask=masks.causal() & masks.window(2, None), rotary=rotary, rolling=3), {}),
+    "options": (dict(mask=masks.causal(), bias=biases.alibi(N), softcap=1.3, return_stats=True), {}),
+}
+
+
+@pytest.mark.parametrize("options, changes", CACHES.values(), ids=CACHES)
+def test_decoding_with_a_cache_is_the_whole_sequence_at_once(options, changes):
+    p, x = params(*BIASES, *NORMS), tokens()
+    options = dict(options)
+    rolling = options.pop("rolling", None)
+    cache = Cache.create(rolling or 8, K, H, D, batch=(B,), dtype=x.dtype, rolling=rolling is not None)
+    whole = multihead(p, x, **options)
+
+    @jax.jit
+    def step(x, cache):
+        return multihead(p, x, cache=cache, **options | changes)
+
+    parts, start = [], 0
+    for n in (2, 1, 1, 1):
+        out, cache = step(x[:, start : start + n], cache)
+        parts.append(out)
+        start += n
+    for got, expected in zip(jax.tree.leaves(jax.tree.map(lambda *a: jnp.concatenate(a, 1), *parts)),
+                             jax.tree.leaves(whole), strict=True):  # fmt: skip
+        assert_close(got, expected, factor=10)
+    np.testing.assert_array_equal(cache.lengths, [T, T])
+
+
+def test_new_lengths_say_which_tokens_are_real():
+    p, x = params(*BIASES), tokens()
+    cache = Cache.create(8, K, H, D, batch=(B,), dtype=x.dtype)
+    call = functools.partial(multihead, p, rotary=rotary)
+    out, cache = call(x.at[1, 2:].set(NAN), cache=cache, new_lengths=np.array([4, 2]))
+    _, cache = call(x[:, 4:], cache=cache)
+    np.testing.assert_array_equal(cache.lengths, [5, 3])
+    np.testing.assert_array_equal(out[1, 2:], np.broadcast_to(p.out_bias, (3, M)))
+    for b, n in enumerate((4, 2)):
+        assert_close(out[b, :n], call(x[b, :n], mask=masks.causal()), factor=10)
+
+
 # New layers
 
 
@@ -314,7 +360,8 @@ def test_a_new_layer_has_the_sizes_that_were_asked_for():
     assert jax.tree.map(jnp.shape, p) == MultiHead(
         (12, 4, 5), (12, 2, 5), (12, 2, 7), (4, 7, 12), (4, 5), (2, 5), (2, 7), (12,), (5,), (5,)
     )
-    assert all((getattr(p, what) == 0).all() for what in BIASES) and all((getattr(p, what) == 1).all() for what in NORMS)
+    assert all((getattr(p, what) == 0).all() for what in BIASES)
+    assert all((getattr(p, what) == 1).all() for what in NORMS)
     assert multihead(p, jnp.ones((2, 12), jnp.bfloat16)).shape == (2, 12)
 
 
@@ -341,9 +388,9 @@ INITS = {
         ValueError,
         "N = 6 query heads is not a multiple of K = 4 key/value heads.",
     ),
-    "no heads": ((12, 0), {}, ValueError, "N must be a positive int, got 0."),
-    "a fractional size": ((12, 4, 2, 1.5), {}, ValueError, "H must be a positive int, got 1.5."),
-    "no features": ((0, 4, 2, 2), {}, ValueError, "features must be a positive int, got 0."),
+    "no heads": ((12, 0), {}, ValueError, "N must be an int >= 1, got 0."),
+    "a fractional size": ((12, 4, 2, 1.5), {}, ValueError, "H must be an int >= 1, got 1.5."),
+    "no features": ((0, 4, 2, 2), {}, ValueError, "features must be an int >= 1, got 0."),
     "integers": ((12, 4), {"dtype": np.int32}, TypeError, "dtype must be floating, got int32."),
 }
 
@@ -368,7 +415,7 @@ ERRORS = {
     "heads that disagree": (
         lambda p, x: {"params": p._replace(out=p.out[1:])},
         ValueError,
-        "params.out must be (N, D, O) = (6, 3, O), got (5, 3, 5).",
+        "params.out must be (N, D, M) = (6, 3, M), got (5, 3, 5).",
     ),
     "a bias without heads": (
         lambda p, x: {"params": p._replace(query_bias=jnp.zeros(H))},
@@ -437,6 +484,26 @@ ERRORS = {
         lambda p, x: {"mask": biases.alibi(N)},
         TypeError,
         "mask must be a rule from jattn.masks or an array, got alibi(slopes=float32[6]), a bias.",
+    ),
+    "a cache that is none": (
+        lambda p, x: {"cache": {}},
+        TypeError,
+        "cache must be a Cache, got dict. Make one with Cache.create.",
+    ),
+    "a cache of another batch": (
+        lambda p, x: {"cache": Cache.create(8, K, H, D, batch=(3,), dtype=x.dtype)},
+        ValueError,
+        "cache.lengths must be (*B,) = (2,), got (3,).",
+    ),
+    "a context beside a cache": (
+        lambda p, x: {"cache": Cache.create(8, K, H, D, batch=(B,), dtype=x.dtype), "context": x},
+        ValueError,
+        "context must be None with a cache, got (2, 5, 11). It knows the tokens before these, and their positions.",
+    ),
+    "positions beside a cache": (
+        lambda p, x: {"cache": Cache.create(8, K, H, D, batch=(B,), dtype=x.dtype), "query_positions": np.arange(T)},
+        ValueError,
+        "query_positions must be None with a cache, got (5,). It knows the tokens before these, and their positions.",
     ),
     "an option that is not there": (
         lambda p, x: {"is_causal": True},

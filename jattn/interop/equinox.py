@@ -80,12 +80,12 @@ def to_equinox(params, **options):
     new = {}
     for ours, theirs in names.items():
         x = arrays[f"params.{ours}"]
-        # (F, N, H) -> (N * H, F), and (N, D, O) -> (O, N * D).
+        # (F, N, H) -> (N * H, F), and (N, D, M) -> (M, N * D).
         new[theirs, "weight"] = x.reshape(-1, x.shape[-1]).T if ours == "out" else x.reshape(x.shape[0], -1).T
         if f"params.{ours}_bias" in arrays:
             new[theirs, "bias"] = arrays[f"params.{ours}_bias"].reshape(-1)
     biases = {f"use_{theirs[:-5]}_bias": (theirs, "bias") in new for theirs in names.values()}
     layer = equinox.nn.MultiheadAttention(
-        N, F, E, E, sizes["O"], sizes["H"], sizes["D"], **biases, **options, key=jax.random.key(0)
+        N, F, E, E, sizes["M"], sizes["H"], sizes["D"], **biases, **options, key=jax.random.key(0)
     )
     return equinox.tree_at(lambda layer: [getattr(getattr(layer, a), b) for a, b in new], layer, list(new.values()))
