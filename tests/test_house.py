@@ -51,8 +51,15 @@ RULES = {
     "biases.relative": "table buckets",
     "biases.rule": "fn *arrays",
 }
+INTEROP = {
+    "interop.flax_attention_fn": "**options",
+    "interop.equinox.from_equinox": "layer",
+    "interop.equinox.to_equinox": "params **options",
+    "interop.flax.from_flax": "layer",
+    "interop.flax.to_flax": "params",
+}
 METHODS = {"Cache.create": "capacity K H D"}
-CALLS = {name: positional for name, positional in (SURFACE | RULES | METHODS).items() if positional is not None}
+CALLS = {name: at for name, at in (SURFACE | RULES | INTEROP | METHODS).items() if at is not None}
 FUNCTIONS = sorted(CALLS.keys() - {"Cache", "MultiHead", "Stats"})
 
 

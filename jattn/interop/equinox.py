@@ -2,6 +2,7 @@
 
 import jax
 
+from jattn import _checks
 from jattn._multihead import MultiHead, checked
 
 
@@ -74,8 +75,10 @@ def to_equinox(params, **options):
     if sizes["K"] != N:
         raise ValueError(f"to_equinox: K = {sizes['K']} key/value heads must be N = {N}, as in equinox.")
     for what in ("query_norm", "key_norm"):
-        if getattr(params, what) is not None:
-            raise ValueError(f"to_equinox: params.{what} must be None: equinox has none.")
+        norm = getattr(params, what)
+        if norm is not None:
+            got = _checks.tupled(norm.shape)
+            raise ValueError(f"to_equinox: params.{what} must be None, as in equinox, got {got}.")
     names = {"query": "query_proj", "key": "key_proj", "value": "value_proj", "out": "output_proj"}
     new = {}
     for ours, theirs in names.items():

@@ -95,7 +95,9 @@ def flax_attention_fn(**options):
         if bias is None:
             bias = own_bias
         elif own_bias is not None:
-            raise ValueError(f"{_WHO}: bias must be None where it is an option too, got {type(bias).__name__}.")
+            raise ValueError(
+                f"{_WHO}: bias must be None where it is an option too, got {_checks.tupled(np.shape(bias))}."
+            )
         else:
             bias = _lifted("bias", _checks.floating(_WHO, "bias", bias, biases.NOT_FLOATING), query, key)
         rules = [own_mask] if own_mask is not None else []
@@ -156,7 +158,8 @@ def _boolean(mask, query):
     else:
         valid = ((mask == 0) | (mask == 1)).all()
         checkify.debug_check(valid, f"{_WHO}: {must}.")
-        query = jnp.where(valid, query, jnp.nan)
+        # A product, because a `where` would pass back a quiet 0.
+        query = query * jnp.where(valid, 1, jnp.nan).astype(query.dtype)
     return mask != 0, query
 
 
