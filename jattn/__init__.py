@@ -3,6 +3,7 @@
 from jattn import biases, masks, testing
 from jattn._attention import attend, attention, attention_weights
 from jattn._cache import Cache, cached_attention
+from jattn._multihead import MultiHead, init_multihead, multihead
 from jattn._online import merge
 from jattn._rotary import rotary
 from jattn._rows import entropy, log_softmax, logsumexp, naive_softmax, rows_normalised, softmax
@@ -11,6 +12,7 @@ from jattn.interop.jax_nn import dot_product_attention
 
 __all__ = [
     "Cache",
+    "MultiHead",
     "Stats",
     "attend",
     "attention",
@@ -19,10 +21,12 @@ __all__ = [
     "cached_attention",
     "dot_product_attention",
     "entropy",
+    "init_multihead",
     "log_softmax",
     "logsumexp",
     "masks",
     "merge",
+    "multihead",
     "naive_softmax",
     "rotary",
     "rows_normalised",

@@ -13,7 +13,7 @@ import numpy as np
 
 from jattn import _blockwise, _checks, _dense, _dropout, _rules, _tile, _visible, biases, masks
 
-_AXES = {
+AXES = {
     "query": ("*B", "T", "N", "H"),
     "key": ("*B", "S", "K", "H"),
     "value": ("*B", "S", "K", "D"),
@@ -218,8 +218,9 @@ def attention_weights(
 
 
 def attend_as(
-    who, heads, query, key, value, mask, bias, *, scale, softcap, sink, dropout_rate, dropout_rng, query_positions,
-    key_positions, empty, method, block_size, return_stats, there=None,
+    who, heads, query, key, value, mask, bias, *, scale=None, softcap=None, sink=None, dropout_rate=0.0,
+    dropout_rng=None, query_positions=None, key_positions=None, empty="zero", method="auto", block_size=None,
+    return_stats=False, there=None,
 ):  # fmt: skip
     """`attend`, or `attention` with heads, called `who` in errors.
 
@@ -303,7 +304,7 @@ class _Call:
     def arrays(self, **arrays):
         who = self.who
         arrays = _checks.one_floating_dtype(who, **arrays)
-        axes = {what: self._axes(*_AXES[what]) for what in arrays}
+        axes = {what: self._axes(*AXES[what]) for what in arrays}
         hint = "" if self.heads else "Add heads and batches with jax.vmap, or call attention."
         for what, x in arrays.items():
             _checks.rank(who, what, x, axes[what], at_least=self.heads, hint=hint)
@@ -375,7 +376,7 @@ class _Call:
             if x is None:
                 continue
             x = _checks.integral(self.who, what, x)
-            axes = self._axes(*_AXES[what])[-1 if x.ndim == 1 else 0 :]
+            axes = self._axes(*AXES[what])[-1 if x.ndim == 1 else 0 :]
             _checks.shape(self.who, what, x, axes, self.sizes)
             self._add(what, x, axes)
 

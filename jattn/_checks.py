@@ -1,5 +1,6 @@
 """The one place that words an error: who, what must hold, in axis letters with this call's sizes, what came."""
 
+import inspect
 import math
 from typing import Any
 
@@ -159,6 +160,15 @@ def choice(who, what, x, options):
     if x not in options:
         raise _error(ValueError, who, what, f"one of {', '.join(map(repr, options))}", repr(x))
     return x
+
+
+def options(who, options, function, but=()):
+    """Asserts that `options` are parameters of `function` that have a default, other than those in `but`."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.default is not p.empty and p.name not in but]
+    for name in options:
+        if name not in names:
+            raise TypeError(f"{who}: {name!r} is no option. There are {', '.join(names)}.")
 
 
 def size(who, what, x, at_least):

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 # Whatever else it takes is an option, by keyword only.
 SURFACE = {
     "Cache": "key value lengths positions",
+    "MultiHead": "query key value out query_bias key_bias value_bias out_bias query_norm key_norm",
     "Stats": "lse max_logit entropy",
     "attend": "query key value mask bias",
     "attention": "query key value mask bias",
@@ -26,10 +27,12 @@ SURFACE = {
     "cached_attention": "query key value cache mask bias",
     "dot_product_attention": "query key value bias mask",
     "entropy": "weights axis",
+    "init_multihead": "rng features N K H D",
     "log_softmax": "x axis where",
     "logsumexp": "x axis where",
     "masks": None,
     "merge": "outs lses",
+    "multihead": "params x context mask bias **options",
     "naive_softmax": "x axis",
     "rotary": "x positions",
     "rows_normalised": "weights tol axis",
@@ -49,13 +52,20 @@ RULES = {
     "biases.relative": "table buckets",
     "biases.rule": "fn *arrays",
 }
+INTEROP = {
+    "interop.flax_attention_fn": "**options",
+    "interop.equinox.from_equinox": "layer",
+    "interop.equinox.to_equinox": "params **options",
+    "interop.flax.from_flax": "layer",
+    "interop.flax.to_flax": "params",
+}
 METHODS = {"Cache.create": "capacity K H D"}
 ASSERTIONS = {
     "testing.assert_causal": "fn x axis",
     "testing.assert_visible": "fn x mask axis",
 }
-CALLS = {name: given for name, given in (SURFACE | RULES | METHODS | ASSERTIONS).items() if given is not None}
-FUNCTIONS = sorted(CALLS.keys() - {"Cache", "Stats"})
+CALLS = {name: at for name, at in (SURFACE | RULES | INTEROP | METHODS | ASSERTIONS).items() if at is not None}
+FUNCTIONS = sorted(CALLS.keys() - {"Cache", "MultiHead", "Stats"})
 
 
 def public(name):
