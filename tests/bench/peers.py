@@ -23,6 +23,7 @@ import jattn
 from jattn import _attention, _visible, masks
 
 ROOT = Path(__file__).parents[2]
+PLOT = Path(__file__).with_name("peers.svg")
 SECONDS, TURNS = 3.0, 3  # a row takes at least both
 N, H = 8, 64
 
@@ -127,6 +128,7 @@ ELSEWHERE = {
     "tokamax xla_chunked": (".venv-tokamax", "tokamax", {"implementation": "xla_chunked"}),
 }
 CONTENDERS = {"jattn": lambda r: here(of_jattn(r), r), "jax.nn": lambda r: here(of_jax_nn(r), r)}
+ALL = "jax.nn", "torch", "tokamax xla", "tokamax xla_chunked"
 QUADRATIC = "jax.nn", "tokamax xla"
 
 
@@ -160,16 +162,16 @@ def table(title, *peers):
     """Prints a head, then a line per question that the function it gives is asked; what went wrong comes last."""
     peers = [name for name in peers if name in CONTENDERS]
     counted = ["jattn", *(name for name in peers if name != "torch")]
-    head = ["", "jattn, ms"]
+    head = ["jattn, ms"]
     for name in peers:
         head += [f"{name}, ms", "times faster"]
     head += [f"{name}, MB" for name in counted]
-    print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    print(f"\n{title}\n\n| | {' | '.join(head)} |\n|{'---|' * (1 + len(head))}", flush=True)
     missing = {}
 
-    def row(name, r, peers=peers, least=None):
+    def row(name, r, able=peers, least=None):
         contenders = {}
-        for peer in ("jattn", *peers):
+        for peer in ("jattn", *able):
             try:
                 contenders[peer] = CONTENDERS[peer](r)
             except Missing as why:
@@ -177,7 +179,7 @@ def table(title, *peers):
         ms = medians(contenders, least)
         megabytes = {peer: of.megabytes for peer, of in contenders.items() if of.megabytes is not None}
         cells = [name, f"{ms['jattn']:.2f}"]
-        for peer in (label.removesuffix(", ms") for label in head[2:] if label.endswith(", ms")):
+        for peer in peers:
             cells += [f"{ms[peer]:.2f}", f"**{ms[peer] / ms['jattn']:.2f}**"] if peer in ms else ["–", "–"]
         cells += [f"{megabytes[peer]:.0f}" if peer in megabytes else "–" for peer in counted]
         print(f"| {' | '.join(cells)} |", flush=True)
@@ -194,7 +196,7 @@ def both(row, name, r):
 
 
 def long(T=4096):
-    with table(f"T = S = {T}, 1 batch, 8 heads, H = 64", "jax.nn", "torch", "tokamax xla", "tokamax xla_chunked") as row:
+    with table(f"T = S = {T}, 1 batch, 8 heads, H = 64", *ALL) as row:
         for dtype in ("float32", "bfloat16"):
             both(row, dtype, question(T, dtype=dtype))
             both(row, f"{dtype}, causal", question(T, dtype=dtype, causal=True))
@@ -296,9 +298,9 @@ class _unguarded:
         jax.clear_caches()
 
 
-def growth(lengths=(512, 1024, 2048, 4096, 8192, 16384), quadratic=8192, path=Path(__file__).with_name("peers.svg")):
+def growth(lengths=(512, 1024, 2048, 4096, 8192, 16384), quadratic=8192, path=PLOT):
     """Time and memory as T grows, and their plot. Beyond `quadratic` only peers that need no T x S logits go on."""
-    peers = [name for name in ("jax.nn", "torch", "tokamax xla", "tokamax xla_chunked") if name in CONTENDERS]
+    peers = [name for name in ALL if name in CONTENDERS]
     lines = {}
     with table("As T = S grows, 1 batch, 8 heads, H = 64, float32", *peers) as row:
         for T in lengths:
@@ -325,8 +327,8 @@ LOOKS = {
 def plot(lines, path):
     """Draws `lines`, {panel: {(peer, gradient): [(T, y)]}}, to be read on white and on black."""
     try:
-        import matplotlib
-        from matplotlib.figure import Figure
+        import matplotlib  # pyright: ignore[reportMissingImports]: an extra
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]: an extra
     except ImportError:
         return print("\nno plot: matplotlib is not installed; it comes with the extra `notebooks`")
     grey = "#808080"

@@ -55,7 +55,7 @@ def flex():
         x, left = _torch_arrays(torch, r), r["window"]
         window = create_block_mask(lambda b, n, t, s: (s <= t) & (t - s <= left), None, None, r["T"], r["S"], "cpu")
         compiled = torch.compile(flex_attention)
-        return lambda: compiled(*x, block_mask=window), None
+        return lambda: compiled(*x, block_mask=window, enable_gqa=r["K"] < r["N"]), None
 
     return f"torch {torch.__version__}", prepared
 
