@@ -36,7 +36,7 @@ lint: $(READY)  ## run ruff and pyright
 
 check: lint test  ## everything a change must pass
 
-bench: $(READY)  ## time jattn and jax.nn in turns; an idle machine, ten minutes
+bench: $(READY) .venv-torch/ready .venv-tokamax/ready  ## time jattn and its peers in turns; an idle machine, 15 minutes
 	$(BIN)/python tests/bench/peers.py $(ARGS)
 
 wheel: $(READY)  ## build the wheel into dist and import it in an empty environment
@@ -68,3 +68,15 @@ $(READY): pyproject.toml .constraints.txt
 	"$$python" -m venv --clear $(VENV) && \
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' && \
 	echo "$$python" > $@
+
+# The peers of `make bench`, each in an environment of its own; one that cannot be made here is left out of the tables.
+.venv-torch/ready: PYTHON_OF_PEER := 3.11
+.venv-torch/ready: PEER := torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+.venv-tokamax/ready: PEER := tokamax==0.0.17
+
+.venv-torch/ready .venv-tokamax/ready: .constraints.txt
+	@{ python=$$(sh .ci/python $(PYTHON_OF_PEER)) && \
+	echo "Making $(@D) with $$python: once, a minute or two." && \
+	"$$python" -m venv --clear $(@D) && \
+	$(@D)/bin/python -m pip install -qq --retries 1 $(PEER) && \
+	echo "$$python" > $@; } || { rm -rf $(@D); echo "No $(@D) here: make bench goes on without $(firstword $(PEER))."; }
