@@ -4,6 +4,7 @@ Each sequence has its own length, the number of its tokens so far, so token i of
 rolls is a ring: its newest token takes the slot of its oldest.
 """
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -11,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.experimental import checkify
 
 from jattn import _attention, _checks, _plan, _rules, masks
+from jattn._debug_check import debug_check
 
 _WHO = "cached_attention"
 _CAUSAL = masks.causal()
@@ -170,7 +171,7 @@ def cached_attention(
         >>> out.shape, cache.lengths.item()
         ((1, 1, 2), 2)
     """
-    T, new = _checked(query, key, value, cache, mask, new_lengths)
+    cache, T, new = _checked(query, key, value, cache, mask, new_lengths)
     appended, spoilt = _append(cache, key, value, T if new is None else new)
     keys, values, key_positions, there = _seen(cache, appended, key, value, new)
     out = _attention.attend_as(
@@ -182,7 +183,7 @@ def cached_attention(
 
 
 def _checked(query, key, value, cache, mask, new_lengths):
-    """T, and new_lengths as an array or None."""
+    """The cache, T, and new_lengths as an array or None."""
     if not isinstance(cache, Cache):
         raise TypeError(f"{_WHO}: cache must be a Cache, got {type(cache).__name__}. Make one with Cache.create.")
     arrays = {"query": query, "key": key, "value": value, "cache.key": cache.key, "cache.value": cache.value}
@@ -197,15 +198,15 @@ def _checked(query, key, value, cache, mask, new_lengths):
     hint = "B, K, H and D are those of the cache."
     for what, x in arrays.items():
         _checks.shape(_WHO, what, x, axes[what], sizes, hint="" if what in own else hint)
-    _checks.shape(_WHO, "cache.lengths", _checks.integral(_WHO, "cache.lengths", cache.lengths), ("*B",), sizes)
-    if cache.rolling:
-        positions = _checks.integral(_WHO, "cache.positions", cache.positions)
-        _checks.shape(_WHO, "cache.positions", positions, ("*B", "capacity"), sizes)
-        if isinstance(mask, masks.Mask) and _looks_past(mask, capacity, T):
-            raise ValueError(
-                f"{_WHO}: mask must look back at most capacity = {capacity} positions, for a rolling cache, got "
-                f"{mask!r}. Pass mask & masks.window({capacity}, None), or a cache that does not roll."
-            )
+    for what, axes in (("lengths", ("*B",)), ("positions", ("*B", "capacity"))):
+        if (x := getattr(cache, what)) is not None:
+            cache = cache._replace(**{what: _checks.integral(_WHO, f"cache.{what}", x)})
+            _checks.shape(_WHO, f"cache.{what}", x, axes, sizes)
+    if cache.rolling and isinstance(mask, masks.Mask) and _looks_past(mask, capacity, T):
+        raise ValueError(
+            f"{_WHO}: mask must look back at most capacity = {capacity} positions, for a rolling cache, got {mask!r}. "
+            f"Pass mask & masks.window({capacity}, None), or a cache that does not roll."
+        )
     if new_lengths is not None:
         new_lengths = _checks.integral(_WHO, "new_lengths", new_lengths)
         _checks.shape(_WHO, "new_lengths", new_lengths, ("*B",), sizes)
@@ -216,7 +217,7 @@ def _checked(query, key, value, cache, mask, new_lengths):
     _all((new >= 0) & (new <= T), f"new_lengths must be within 0 ... T = {T}", new.tolist())
     bound = "" if _checks.known(cache.lengths, new_lengths) else "at least "
     _all(after <= _longest(cache), _fits(cache), f"{bound}{after.tolist()}. Make a larger cache, or one that rolls")
-    return T, new_lengths
+    return cache, T, new_lengths
 
 
 def _known_or_0(x):
@@ -238,12 +239,9 @@ def _append(cache, key, value, new):
     B, T = cache.lengths.shape, key.shape[-3]
     new = jnp.broadcast_to(jnp.asarray(new, np.int32), B)
     spoilt = (new < 0) | (new > T) | (cache.lengths < 0) | (new > _longest(cache) - cache.lengths)
-    checkify.debug_check(~spoilt.any(), f"{_WHO}: new_lengths must be within 0 ... T, and {_fits(cache)}.")
+    spoilt = ~debug_check(~spoilt, f"{_WHO}: new_lengths must be within 0 ... T = {T}, and {_fits(cache)}.")
     new = jnp.where(spoilt, 0, new)
-    put = _put
-    for _ in B:
-        put = jax.vmap(put)
-    write = lambda x, tokens: put(x, tokens, cache.lengths, new)  # noqa: E731
+    write = functools.partial(_written, lengths=cache.lengths, new=new)
     positions = write(cache.positions, cache.next_positions(T)) if cache.rolling else None
     lengths = jnp.where(spoilt, _longest(cache) + 1, cache.lengths + new)
     return Cache(write(cache.key, key), write(cache.value, value), lengths, positions), spoilt
@@ -254,17 +252,21 @@ def _longest(cache):
     return 2**31 - 2 if cache.rolling else cache.capacity
 
 
-def _put(x, tokens, length, new):
-    """x (capacity, ...), a ring, with the last of the first `new` of tokens (T, ...) put in from `length` on."""
-    capacity, T = x.shape[0], tokens.shape[0]
+def _written(x, tokens, lengths, new):
+    """x (*B, capacity, ...), rings, with the last of the first `new` of tokens (*B, T, ...) put in from `lengths` on."""
+    *B, capacity = x.shape[: lengths.ndim + 1]
+    T = tokens.shape[lengths.ndim]
     W = min(T, capacity)
-    which = jnp.maximum(new - W, 0) + jnp.arange(W, dtype=np.int32)
-    slots = (length + which) % capacity
-    tokens = jnp.take(tokens, which, axis=0, mode="clip")
+    each = tuple(np.ogrid[tuple(slice(n) for n in (*B, 1))])[:-1]
+    which = jnp.arange(W, dtype=np.int32).reshape(*(1 for _ in B), W)
+    if T > capacity:
+        which = jnp.maximum(new - W, 0)[..., None] + which
+        tokens = tokens[(*each, which)]
+    slots = (*each, (lengths[..., None] + which) % capacity)
     # What is not written is put back: all slots are different and exist, as derivatives and `checkify` want it.
-    kept = (which < new).reshape(W, *(1 for _ in x.shape[1:]))
-    tokens = jnp.where(kept, tokens, x[slots])
-    return x.at[slots].set(tokens, unique_indices=True, mode="promise_in_bounds")
+    kept = (which < new[..., None]).reshape(*B, W, *(1 for _ in x.shape[len(B) + 1 :]))
+    tokens = jnp.where(kept, tokens, x.at[slots].get(mode="promise_in_bounds"))
+    return x.at[slots].set(tokens, mode="promise_in_bounds", unique_indices=True)
 
 
 def _seen(cache, appended, key, value, new):
@@ -282,13 +284,11 @@ def _before_and_new(cache, key, value, new):
     """Keys and values, which of them are there, (*B, S), and their positions: the slots, then the new tokens."""
     old, own, length = cache.positions, cache.next_positions(key.shape[-3]), cache.lengths[..., None]
     # What was dropped from the end has a position too, until something takes its slot.
-    there = (old >= 0) & (old < length), own < length + new[..., None]
-    return (
-        jnp.concatenate([cache.key, key], -3),
-        jnp.concatenate([cache.value, value], -3),
-        jnp.concatenate(there, -1),
-        jnp.concatenate([old, own], -1),
-    )
+    there = jnp.concatenate([(old >= 0) & (old < length), own < length + new[..., None]], -1)
+    keys, values = (jnp.concatenate(x, -3) for x in ((cache.key, key), (cache.value, value)))
+    # XLA:CPU would join them again and again, inside products, which takes five times as long.
+    keys, values = jax.lax.optimization_barrier((keys, values))
+    return keys, values, there, jnp.concatenate([old, own], -1)
 
 
 @jax.jit
