@@ -253,7 +253,7 @@ def _longest(cache):
 
 
 def _written(x, tokens, lengths, new):
-    """x (*B, capacity, ...), rings, with the last of the first `new` of tokens (*B, T, ...) put in from `lengths` on."""
+    """x (*B, capacity, ...), rings, with the last of the first `new` of tokens (*B, T, ...) put in."""
     *B, capacity = x.shape[: lengths.ndim + 1]
     T = tokens.shape[lengths.ndim]
     W = min(T, capacity)
