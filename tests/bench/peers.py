@@ -256,7 +256,7 @@ def sparse(T=4096, longer=16384):
 def decode(S=8192, capacity=65536, used=1024):
     title = (
         "One query, B = 8, N = 8, K = 2, float32. A contender that writes big copies leaves the caches dirty for the "
-        "next: each runs three times in its turn, and the last is timed"
+        "next: each runs three times in its turn, and the last is timed. torch gets lengths as a bool mask"
     )
     r = question(1, B=8, K=2, S=S, runs=3)
     with table(title, "jax.nn", "torch") as row:
