@@ -71,8 +71,8 @@ $(READY): pyproject.toml .constraints.txt
 
 # The peers of `make bench`, each in an environment of its own; one that cannot be made here is left out of the tables.
 .venv-torch/ready: PYTHON_OF_PEER := 3.11
-.venv-torch/ready: PEER := torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
-.venv-tokamax/ready: PEER := tokamax==0.0.17
+.venv-torch/ready: PEER := torch --extra-index-url https://download.pytorch.org/whl/cpu
+.venv-tokamax/ready: PEER := tokamax
 
 .venv-torch/ready .venv-tokamax/ready: .constraints.txt
 	@{ python=$$(sh .ci/python $(PYTHON_OF_PEER)) && \

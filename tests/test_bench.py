@@ -3,6 +3,7 @@
 import re
 import sys
 
+import jax
 import pytest
 from bench import peers
 
@@ -21,6 +22,9 @@ def hasty(monkeypatch):
     monkeypatch.setattr(peers, "SECONDS", 0.0)
     monkeypatch.setattr(peers, "TURNS", 1)
     monkeypatch.setattr(peers, "CONTENDERS", dict(peers.CONTENDERS))
+    # jax.nn mixes dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture
@@ -35,7 +39,17 @@ def elsewhere(monkeypatch, tmp_path):
     # jax.nn has no such implementation: an error that comes with the question.
     folders["tokamax xla_chunked"] = (tmp_path, "tokamax", {"implementation": "xla_chunked"})
     monkeypatch.setattr(peers, "ELSEWHERE", folders)
-    return peers.started()
+    workers = []
+
+    class Watched(peers.Worker):
+        def __init__(self, *command):
+            super().__init__(*command)
+            workers.append(self)
+
+    monkeypatch.setattr(peers, "Worker", Watched)
+    yield peers.started()
+    for worker in workers:
+        worker.close()
 
 
 def rows(text):

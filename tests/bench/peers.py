@@ -63,7 +63,15 @@ class Worker:
             self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, encoding="utf-8")
         except OSError as error:
             raise Missing(str(error)) from error
-        self.version = self._answer()["version"]
+        try:
+            self.version = self._answer()["version"]
+        except Missing:
+            self.close()
+            raise
+
+    def close(self):
+        self.process.kill()
+        self.process.communicate()
 
     def ask(self, r):
         with contextlib.suppress(BrokenPipeError):
@@ -256,7 +264,7 @@ def sparse(T=4096, longer=16384):
 def decode(S=8192, capacity=65536, used=1024):
     title = (
         "One query, B = 8, N = 8, K = 2, float32. A contender that writes big copies leaves the caches dirty for the "
-        "next: each runs three times in its turn, and the last is timed"
+        "next: each runs three times in its turn, and the last is timed. torch gets lengths as a bool mask"
     )
     r = question(1, B=8, K=2, S=S, runs=3)
     with table(title, "jax.nn", "torch") as row:
