@@ -33,7 +33,10 @@ def elsewhere(monkeypatch, tmp_path):
     (tmp_path / "tokamax.py").write_text("from jax.nn import dot_product_attention")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    python = tmp_path / "bin" / "python"
+    # No link: a link to the Python of an environment finds no packages.
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
     folders = {"tokamax xla": (tmp_path, "tokamax", {"implementation": "xla"})}
     folders["torch"] = (tmp_path / "none", "torch", {})
     # jax.nn has no such implementation: an error that comes with the question.
