@@ -126,9 +126,12 @@ def _dot(x, xs, y, ys, out):
     """The sum over axes that `out` lacks, all by names."""
     both = [a for a in xs if a in ys]
     batch, summed = [a for a in both if a in out], [a for a in both if a not in out]
-    numbers = [tuple(tuple(names.index(a) for a in axes) for names in (xs, ys)) for axes in (summed, batch)]
     found = batch + [a for names in (xs, ys) for a in names if a not in both]
-    product = jax.lax.dot_general(x, y, tuple(numbers), precision(x.dtype), wide(x.dtype))
+
+    def numbers(axes):
+        return [xs.index(a) for a in axes], [ys.index(a) for a in axes]
+
+    product = jax.lax.dot_general(x, y, (numbers(summed), numbers(batch)), precision(x.dtype), wide(x.dtype))
     return product.transpose([found.index(a) for a in out])
 
 
