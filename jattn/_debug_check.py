@@ -33,7 +33,7 @@ def _same(valid, **params):
 
 
 def _batch(args, axes, *, message, **params):
-    return [debug_check(*args, message)], axes
+    return [debug_check(args[0], message)], axes
 
 
 _p = _DebugCheck("debug_check")
