@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.experimental import checkify
 
 from jattn import _attention, _checks, _plan, _rules, masks
+from jattn._debug_check import debug_check
 
 _WHO = "cached_attention"
 _CAUSAL = masks.causal()
@@ -62,7 +62,7 @@ class Cache(NamedTuple):
 
         Raises:
             ValueError: a size is no int, or too small.
-            TypeError: `dtype` is not floating (16 bits or more).
+            TypeError: `dtype` is not floating (16 bits or more), `batch` is no tuple, or `rolling` no bool.
 
         Example:
             >>> Cache.create(8, 2, 4, batch=(3,)).key.shape
@@ -70,11 +70,15 @@ class Cache(NamedTuple):
         """
         who = "Cache.create"
         D = H if D is None else D
-        batch = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-        sizes = {"capacity": (capacity, 1), "K": (K, 1), "H": (H, 1), "D": (D, 0)}
-        for what, (size, least) in (sizes | {f"batch[{i}]": (n, 0) for i, n in enumerate(batch)}).items():
+        for what, size, least in (("capacity", capacity, 1), ("K", K, 1), ("H", H, 1), ("D", D, 0)):
             _checks.size(who, what, size, least)
+        if not isinstance(batch, tuple | list):
+            raise TypeError(f"{who}: batch must be a tuple of ints, got {batch!r}.")
+        for i, size in enumerate(batch):
+            _checks.size(who, f"batch[{i}]", size, 0)
         _checks.floating(who, "dtype", np.zeros((), dtype))
+        if not isinstance(rolling, bool):
+            raise TypeError(f"{who}: rolling must be True or False, got {rolling!r}.")
         empty = jnp.zeros((*batch, capacity, K, H), dtype), jnp.zeros((*batch, capacity, K, D), dtype)
         positions = jnp.full((*batch, capacity), -1, np.int32) if rolling else None
         return Cache(*empty, jnp.zeros(batch, np.int32), positions)
@@ -170,53 +174,68 @@ def cached_attention(
         >>> out.shape, cache.lengths.item()
         ((1, 1, 2), 2)
     """
-    T, new = _checked(query, key, value, cache, mask, new_lengths)
-    appended, spoilt = _append(cache, key, value, T if new is None else new)
-    keys, values, key_positions, there = _seen(cache, appended, key, value, new)
+    query, key, value, cache, new = _checked(query, key, value, cache, mask, new_lengths)
+    if cache.rolling:
+        keys, values, key_positions, there, cache = _slots_then_new(cache, key, value, new)
+    # After the slots are read, so that the new tokens can be written in place.
+    appended, spoilt = _append(cache, key, value, new)
+    if not cache.rolling:
+        keys, values, key_positions, there = appended.key, appended.value, None, masks.lengths(key=appended.lengths)
+    if new_lengths is not None:
+        there = there & masks.lengths(query=new)
     out = _attention.attend_as(
         _WHO, True, query, keys, values, mask, bias, there=there, scale=scale, softcap=softcap, sink=sink,
-        dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=cache.next_positions(T),
+        dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=cache.next_positions(query.shape[-3]),
         key_positions=key_positions, empty=empty, method=method, block_size=block_size, return_stats=return_stats,
     )  # fmt: skip
     return _shown(out, spoilt), appended
 
 
+_AXES = {
+    "query": ("*B", "T", "N", "H"),
+    "key": ("*B", "T", "K", "H"),
+    "value": ("*B", "T", "K", "D"),
+    "cache.key": ("*B", "capacity", "K", "H"),
+    "cache.value": ("*B", "capacity", "K", "D"),
+    "cache.lengths": ("*B",),
+    "cache.positions": ("*B", "capacity"),
+    "new_lengths": ("*B",),
+}
+
+
 def _checked(query, key, value, cache, mask, new_lengths):
-    """T, and new_lengths as an array or None."""
+    """The arguments as arrays, and new_lengths T where it is None."""
     if not isinstance(cache, Cache):
         raise TypeError(f"{_WHO}: cache must be a Cache, got {type(cache).__name__}. Make one with Cache.create.")
     arrays = {"query": query, "key": key, "value": value, "cache.key": cache.key, "cache.value": cache.value}
     arrays = _checks.one_floating_dtype(_WHO, **arrays)
-    own = {"cache.key": ("*B", "capacity", "K", "H"), "cache.value": ("*B", "capacity", "K", "D")}
-    _checks.rank(_WHO, "cache.key", cache.key, own["cache.key"], at_least=True)
-    _checks.rank(_WHO, "query", arrays["query"], ("*B", "T", "N", "H"), at_least=True)
+    integers = {"cache.lengths": cache.lengths, "cache.positions": cache.positions, "new_lengths": new_lengths}
+    arrays |= {what: _checks.integral(_WHO, what, x) for what, x in integers.items() if x is not None}
+    for what in ("cache.key", "query"):
+        _checks.rank(_WHO, what, arrays[what], _AXES[what], at_least=True)
     *B, capacity, K, H = cache.key.shape
     T, N = arrays["query"].shape[-3:-1]
     sizes = {"B": tuple(B), "capacity": capacity, "T": T, "N": N, "K": K, "H": H, "D": cache.value.shape[-1]}
-    axes = own | {"query": ("*B", "T", "N", "H"), "key": ("*B", "T", "K", "H"), "value": ("*B", "T", "K", "D")}
-    hint = "B, K, H and D are those of the cache."
     for what, x in arrays.items():
-        _checks.shape(_WHO, what, x, axes[what], sizes, hint="" if what in own else hint)
-    _checks.shape(_WHO, "cache.lengths", _checks.integral(_WHO, "cache.lengths", cache.lengths), ("*B",), sizes)
-    if cache.rolling:
-        positions = _checks.integral(_WHO, "cache.positions", cache.positions)
-        _checks.shape(_WHO, "cache.positions", positions, ("*B", "capacity"), sizes)
-        if isinstance(mask, masks.Mask) and _looks_past(mask, capacity, T):
-            raise ValueError(
-                f"{_WHO}: mask must look back at most capacity = {capacity} positions, for a rolling cache, got "
-                f"{mask!r}. Pass mask & masks.window({capacity}, None), or a cache that does not roll."
-            )
-    if new_lengths is not None:
-        new_lengths = _checks.integral(_WHO, "new_lengths", new_lengths)
-        _checks.shape(_WHO, "new_lengths", new_lengths, ("*B",), sizes)
+        hint = "B, K, H and D are those of the cache." if what in ("query", "key", "value") else ""
+        _checks.shape(_WHO, what, x, _AXES[what], sizes, hint=hint)
+
+    cache = cache._replace(lengths=arrays["cache.lengths"], positions=arrays.get("cache.positions"))
+    if cache.rolling and isinstance(mask, masks.Mask) and _looks_past(mask, capacity, T):
+        raise ValueError(
+            f"{_WHO}: mask must look back at most capacity = {capacity} positions, for a rolling cache, got {mask!r}. "
+            f"Pass mask & masks.window({capacity}, None), or a cache that does not roll."
+        )
+    new_lengths = arrays.get("new_lengths")
     # What is not known is at least 0.
-    before, new = (_known_or_0(x) for x in (cache.lengths, T if new_lengths is None else new_lengths))
-    after = before + new
-    _all(before >= 0, "cache.lengths must be at least 0", before.tolist())
-    _all((new >= 0) & (new <= T), f"new_lengths must be within 0 ... T = {T}", new.tolist())
+    before, added = (_known_or_0(x) for x in (cache.lengths, T if new_lengths is None else new_lengths))
+    after = before + added
     bound = "" if _checks.known(cache.lengths, new_lengths) else "at least "
+    _all(before >= 0, "cache.lengths must be at least 0", before.tolist())
+    _all((added >= 0) & (added <= T), f"new_lengths must be within 0 ... T = {T}", added.tolist())
     _all(after <= _longest(cache), _fits(cache), f"{bound}{after.tolist()}. Make a larger cache, or one that rolls")
-    return T, new_lengths
+    new = jnp.full(B, T, np.int32) if new_lengths is None else jnp.asarray(new_lengths)
+    return arrays["query"], arrays["key"], arrays["value"], cache, new
 
 
 def _known_or_0(x):
@@ -233,20 +252,33 @@ def _fits(cache):
 
 
 @jax.jit
+def _slots_then_new(cache, key, value, new):
+    """Of a ring and the tokens to come: keys, values, positions, a mask of those that are there; and the ring."""
+    old, own, length = cache.positions, cache.next_positions(key.shape[-3]), cache.lengths[..., None]
+    # What was dropped from the end has a position too, until something takes its slot.
+    there = jnp.concatenate([(old >= 0) & (old < length), own < length + new[..., None]], -1)
+    keys, values = (jnp.concatenate(x, -3) for x in ((cache.key, key), (cache.value, value)))
+    # XLA:CPU would join them in every product, which takes five times as long, and copy the ring to write on it.
+    keys, values, cache = jax.lax.optimization_barrier((keys, values, cache))
+    return keys, values, jnp.concatenate([old, own], -1), masks.array(there[..., None, :]), cache
+
+
+@jax.jit
 def _append(cache, key, value, new):
     """The cache with the first `new` tokens of each sequence, and bool (*B,): where that could not be done."""
     B, T = cache.lengths.shape, key.shape[-3]
-    new = jnp.broadcast_to(jnp.asarray(new, np.int32), B)
     spoilt = (new < 0) | (new > T) | (cache.lengths < 0) | (new > _longest(cache) - cache.lengths)
-    checkify.debug_check(~spoilt.any(), f"{_WHO}: new_lengths must be within 0 ... T, and {_fits(cache)}.")
+    spoilt = ~debug_check(~spoilt, f"{_WHO}: new_lengths must be within 0 ... T = {T}, and {_fits(cache)}.")
     new = jnp.where(spoilt, 0, new)
-    put = _put
+    written = _written
     for _ in B:
-        put = jax.vmap(put)
-    write = lambda x, tokens: put(x, tokens, cache.lengths, new)  # noqa: E731
-    positions = write(cache.positions, cache.next_positions(T)) if cache.rolling else None
-    lengths = jnp.where(spoilt, _longest(cache) + 1, cache.lengths + new)
-    return Cache(write(cache.key, key), write(cache.value, value), lengths, positions), spoilt
+        # Mapped, so that GSPMD sees that each device has its own part of a batch.
+        written = jax.vmap(written)
+    old, tokens = (cache.key, cache.value, cache.positions), (key, value, cache.next_positions(T))
+    key, value, positions = (
+        None if x is None else written(x, t, cache.lengths, new) for x, t in zip(old, tokens, strict=True)
+    )
+    return Cache(key, value, jnp.where(spoilt, _longest(cache) + 1, cache.lengths + new), positions), spoilt
 
 
 def _longest(cache):
@@ -254,41 +286,19 @@ def _longest(cache):
     return 2**31 - 2 if cache.rolling else cache.capacity
 
 
-def _put(x, tokens, length, new):
-    """x (capacity, ...), a ring, with the last of the first `new` of tokens (T, ...) put in from `length` on."""
+def _written(x, tokens, length, new):
+    """x (capacity, ...), a ring, with the first `new` of tokens (T, ...) put in from `length` on."""
     capacity, T = x.shape[0], tokens.shape[0]
-    W = min(T, capacity)
-    which = jnp.maximum(new - W, 0) + jnp.arange(W, dtype=np.int32)
+    which = jnp.arange(min(T, capacity), dtype=np.int32)
+    if T > capacity:
+        # Only the last ones stay.
+        which = jnp.maximum(new - capacity, 0) + which
+        tokens = tokens[which]
     slots = (length + which) % capacity
-    tokens = jnp.take(tokens, which, axis=0, mode="clip")
     # What is not written is put back: all slots are different and exist, as derivatives and `checkify` want it.
-    kept = (which < new).reshape(W, *(1 for _ in x.shape[1:]))
-    tokens = jnp.where(kept, tokens, x[slots])
-    return x.at[slots].set(tokens, unique_indices=True, mode="promise_in_bounds")
-
-
-def _seen(cache, appended, key, value, new):
-    """The keys and values that the new tokens may see, their positions, and a mask of those that are there."""
-    if not cache.rolling:
-        return appended.key, appended.value, None, masks.lengths(key=appended.lengths, query=new)
-    # What the new tokens roll over may be seen by the first of them.
-    new_or_all = jnp.full_like(cache.lengths, key.shape[-3]) if new is None else new
-    keys, values, there, positions = _before_and_new(cache, key, value, new_or_all)
-    return keys, values, positions, masks.array(there[..., None, :]) & masks.lengths(query=new)
-
-
-@jax.jit
-def _before_and_new(cache, key, value, new):
-    """Keys and values, which of them are there, (*B, S), and their positions: the slots, then the new tokens."""
-    old, own, length = cache.positions, cache.next_positions(key.shape[-3]), cache.lengths[..., None]
-    # What was dropped from the end has a position too, until something takes its slot.
-    there = (old >= 0) & (old < length), own < length + new[..., None]
-    return (
-        jnp.concatenate([cache.key, key], -3),
-        jnp.concatenate([cache.value, value], -3),
-        jnp.concatenate(there, -1),
-        jnp.concatenate([old, own], -1),
-    )
+    kept = (which < new).reshape(-1, *(1 for _ in x.shape[1:]))
+    tokens = jnp.where(kept, tokens, x.at[slots].get(mode="promise_in_bounds"))
+    return x.at[slots].set(tokens, mode="promise_in_bounds", unique_indices=True)
 
 
 @jax.jit
@@ -308,29 +318,40 @@ def _looks_past(mask, capacity, T):
     Its bounds say so of single pairs, as far as it is made of numbers. It changes at these numbers only, so that some
     distances and key positions beside each of them stand for all.
     """
-    beside = {n + d for n in _numbers(mask) for d in (-1, 0, 1)}
-    distances = {capacity + 1, 2**30} | {n for n in map(abs, beside) if n > capacity}
-    keys = {0, 2**30} | {n for n in beside if n > 0}
-    key, query = np.array([(k, k + d) for k, d in itertools.product(keys, distances)], np.int64).T[..., None]
+    near = {n + d for n in _numbers(mask) for d in (-1, 0, 1) if abs(n) < _FAR}
+    distances = {capacity + 1, _FAR} | {abs(n) for n in near if abs(n) > capacity}
+    keys = {0, _FAR} | {n for n in near if n > 0}
+    key, query = np.array([(k, k + d) for k, d in itertools.product(keys, distances)], np.int32).T[..., None]
     one = _plan.axis(1, 1)
-    places = _plan.Extremes(np.int64(0), np.int64(0)), _plan.Extremes(np.int64(0), np.int64(capacity + T - 1))
+    # Of keys that are stored no more there is no place to tell.
+    places = _plan.Extremes(np.int32(0), np.int32(0)), _plan.Extremes(np.int32(0), np.int32(capacity + T - 1))
     pairs = _plan.Tiles(one, one, *places, _plan.Extremes(query, query), _plan.Extremes(key, key))
-    return bool(np.any(_numbers_only(mask).bounds(pairs, static=True)[1]))
+    return bool(np.any(_only_numbers(mask).bounds(pairs, static=True)[1]))
+
+
+# A position beyond all that a mask has numbers for; twice as far is an int32.
+_FAR = 2**29
+
+
+def _is_number(x):
+    return _rules.is_int(x) or (
+        _rules.is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer) and _checks.known(x)
+    )
 
 
 def _numbers(mask):
     for x in mask.fields.values():
         if isinstance(x, masks.Mask):
             yield from _numbers(x)
-        elif _rules.is_int(x) or (_rules.is_array(x) and x.ndim == 0 and _checks.known(x)):
+        elif _is_number(x):
             yield int(x)
 
 
-def _numbers_only(mask):
-    """The mask with NumPy's numbers where an array is known to be one; elsewhere with JAX's, which have no bounds."""
+def _only_numbers(mask):
+    """The mask with NumPy's numbers for arrays that are known to be one, and for others with what has no bounds."""
     leaves, structure = jax.tree.flatten(mask)
     of = [
-        np.asarray(x) if x.ndim == 0 and _checks.known(x) else jnp.zeros((1,) * len(core), x.dtype)
+        np.asarray(x) if _is_number(x) else jnp.zeros((1,) * len(core), np.int32)
         for x, (_, core) in zip(leaves, mask.leaf_axes(), strict=True)
     ]
     return jax.tree.unflatten(structure, of)

@@ -11,6 +11,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
 
+from jattn._debug_check import debug_check
+
 
 def tupled(sizes):
     """(2, 3) as a reader writes a shape: "(2, 3)", "(2,)", "()"."""
@@ -172,10 +174,9 @@ def options(who, options, function, but=()):
 
 
 def size(who, what, x, at_least):
-    """`x`, a Python int."""
+    """Asserts that `x` is an int of at least `at_least`."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < at_least:
-        raise _error(ValueError, who, what, f"an int >= {at_least}", repr(x))
-    return int(x)
+        raise _error(ValueError, who, what, f"an int >= {at_least}", repr(x) if known(x) else "a traced array")
 
 
 def known(*trees):
@@ -194,13 +195,12 @@ def no_empty_rows(who, empty):
 
 
 def positive(who, what, x):
-    """`x`, a finite number > 0: now where it is known, as a NaN and a checkify.debug_check where it is traced."""
+    """`x`, a finite number > 0: now where it is known, as a NaN and a `debug_check` where it is traced."""
     if known(x):
         # NumPy, because inside a jit jnp makes tracers, of constants too.
         now = np.asarray(x)
         if not (math.isfinite(now) and now > 0):
             raise _error(ValueError, who, what, "finite and > 0", now, f"Pass None for no {what}.")
         return x
-    valid = jnp.isfinite(x) & (x > 0)
-    checkify.debug_check(valid.all(), f"{who}: {what} must be finite and > 0.")
+    valid = debug_check(jnp.isfinite(x) & (x > 0), f"{who}: {what} must be finite and > 0.")
     return jnp.where(valid, x, jnp.nan)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jattn import _dropout, _visible
 
@@ -79,6 +80,10 @@ class Stats(NamedTuple):
     lse: Any
     max_logit: Any
     entropy: Any
+
+
+# So that a program that returns them can be exported.
+export.register_namedtuple_serialization(Stats, serialized_name="jattn.Stats")
 
 
 def inputs(query, key, value, scale=None, **options):

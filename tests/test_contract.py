@@ -1174,7 +1174,6 @@ def test_a_traced_bad_softcap_is_nan_rows_and_an_error_under_checkify(softcap, e
     assert checkify.checkify(f)(2.0)[0].get() is None
 
 
-@pytest.mark.xfail(reason="jax.export serialises no program with the debug_check of a traced softcap")
 def test_export_and_reload_with_a_gradient(engine):
     pytest.importorskip("flatbuffers")
     from jax import export
