@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jattn import _checks, _visible, masks
 from jattn._attention import attend_as, attention
@@ -43,6 +44,9 @@ class MultiHead(NamedTuple):
     query_norm: Any = None
     key_norm: Any = None
 
+
+# So that a program that takes one can be exported.
+export.register_namedtuple_serialization(MultiHead, serialized_name="jattn.MultiHead")
 
 _AXES = MultiHead(
     query=("F", "N", "H"),

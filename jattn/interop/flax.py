@@ -95,16 +95,15 @@ def flax_attention_fn(**options):
         if bias is None:
             bias = own_bias
         elif own_bias is not None:
-            raise ValueError(
-                f"{_WHO}: bias must be None where it is an option too, got {_checks.tupled(np.shape(bias))}."
-            )
+            got = _checks.tupled(np.shape(bias))
+            raise ValueError(f"{_WHO}: bias must be None where it is an option too, got {got}.")
         else:
             bias = _lifted("bias", _checks.floating(_WHO, "bias", bias, biases.NOT_FLOATING), query, key)
-        rules = [own_mask] if own_mask is not None else []
+        rules, valid = [own_mask] if own_mask is not None else [], True
         if isinstance(mask, masks.Mask):
             rules.append(mask)
         elif mask is not None:
-            mask, query = _boolean(mask, query)
+            mask, valid = _boolean(mask)
             rules.append(masks.array(_lifted("mask", mask, query, key)))
         if is_causal:
             rules.append(masks.causal())
@@ -117,6 +116,9 @@ def flax_attention_fn(**options):
                 raise ValueError(f"{_WHO}: broadcast_dropout must be False, got True with rate {dropout_rate}. {hint}")
             dropout = {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
         out = _attention.attend_as(_WHO, True, query, key, value, mask, bias, **dropout, **options)
+        if valid is not True:
+            # A product, because a `where` would pass back a quiet 0.
+            out *= jnp.where(valid, 1, jnp.nan).astype(out.dtype)
         if module is not None:
             alike = {what: x for what, x in options.items() if what not in ("method", "block_size")}
             _sow(module, _attention.attention_weights(query, key, mask, bias, **alike))
@@ -143,11 +145,11 @@ def _refuse(**given):
             raise ValueError(f"{_WHO}: {what} must be None, got {got}. {_INSTEAD[what]}")
 
 
-def _boolean(mask, query):
-    """flax's mask as bool; and the queries, NaN where it turns out to hold more than 0 and 1."""
+def _boolean(mask):
+    """flax's mask as bool; and whether it holds nothing but 0 and 1, which may be traced."""
     mask = _checks.array(_WHO, "mask", mask)
     if mask.dtype == np.bool_:
-        return mask, query
+        return mask, True
     must = "mask must be boolean, or 0 and 1 (1 = may attend)"
     if _checks.known(mask):
         # NumPy, because inside a jit jnp makes tracers, of constants too.
@@ -155,12 +157,10 @@ def _boolean(mask, query):
         others = mask[(mask != 0) & (mask != 1)]
         if others.size:
             raise TypeError(f"{_WHO}: {must}, got {others[0]}. Scores that are added go in `bias`.")
-    else:
-        valid = ((mask == 0) | (mask == 1)).all()
-        checkify.debug_check(valid, f"{_WHO}: {must}.")
-        # A product, because a `where` would pass back a quiet 0.
-        query = query * jnp.where(valid, 1, jnp.nan).astype(query.dtype)
-    return mask != 0, query
+        return mask != 0, True
+    valid = ((mask == 0) | (mask == 1)).all()
+    checkify.debug_check(valid, f"{_WHO}: {must}.")
+    return mask != 0, valid
 
 
 def _lifted(what, x, query, key):
