@@ -185,7 +185,7 @@ def test_a_gguf_file_gives_its_fields_and_numbers(tmp_path):
     )
     fields = [
         text("general.alignment") + struct.pack("<II", 4, 64),
-        text("name") + struct.pack("<I", 8) + text("Ünder"),
+        text("name") + struct.pack("<I", 8) + text("Übung macht den Meister, sagt man"),
         text("words") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text(""),
         text("epsilon") + struct.pack("<If", 6, 0.25),
         text("yes") + struct.pack("<I?", 7, True),
@@ -196,12 +196,13 @@ def test_a_gguf_file_gives_its_fields_and_numbers(tmp_path):
         text("large") + struct.pack("<I1QIQ", 1, 32, 8, 128),
     ]
     head = b"GGUF" + struct.pack("<IQQ", 3, len(arrays), len(fields)) + b"".join([*fields, *arrays])
+    assert len(head) % 64 < 32  # so that the numbers begin elsewhere than with the usual alignment, 32
     parts = [head, plain.astype("<f4").tobytes(), packed, d.tobytes() + large.astype("i1").tobytes()]
     path = tmp_path / "model.gguf"
     path.write_bytes(b"".join(part + bytes(-len(part) % 64) for part in parts))
 
     fields, arrays = smollm2.gguf(path)
-    assert fields == {"general.alignment": 64, "name": "Ünder", "words": ["a", ""], "epsilon": 0.25, "yes": True}
+    assert fields == {"general.alignment": 64, "name": "Übung macht den Meister, sagt man", "words": ["a", ""], "epsilon": 0.25, "yes": True}
     np.testing.assert_array_equal(arrays["plain"], plain.astype(np.float32))
     np.testing.assert_array_equal(arrays["small"], small.reshape(2, 32) * 0.5 - 3)
     np.testing.assert_array_equal(arrays["large"], large * 0.5)
