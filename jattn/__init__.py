@@ -2,6 +2,8 @@
 
 from jattn import biases, masks, testing
 from jattn._attention import attend, attention, attention_weights
+from jattn._cache import Cache, cached_attention
+from jattn._multihead import MultiHead, init_multihead, multihead
 from jattn._online import merge
 from jattn._rotary import rotary
 from jattn._rows import entropy, log_softmax, logsumexp, naive_softmax, rows_normalised, softmax
@@ -9,17 +11,22 @@ from jattn._tile import Stats
 from jattn.interop.jax_nn import dot_product_attention
 
 __all__ = [
+    "Cache",
+    "MultiHead",
     "Stats",
     "attend",
     "attention",
     "attention_weights",
     "biases",
+    "cached_attention",
     "dot_product_attention",
     "entropy",
+    "init_multihead",
     "log_softmax",
     "logsumexp",
     "masks",
     "merge",
+    "multihead",
     "naive_softmax",
     "rotary",
     "rows_normalised",

@@ -17,24 +17,27 @@ from jattn import masks
 
 SENTENCE = "Alice was beginning to get very tired of sitting by her sister"
 TOLERANCE = 1e-5
+NEW_TOKENS = 12
 
 
-def decoder(weights, ids, config):
+def decoder(weights, ids, config, caches=None):
     """A glassllm decoder in JAX.
 
     Axes: T tokens, N query heads, K key/value heads, H features of a head.
 
     Args:
         weights: name -> array, named as the model names them.
-        ids: (T,) integers, the tokens.
+        ids: (T,) integers, the tokens. With caches, they come after those that the caches hold.
         config: the model's `cfg`.
+        caches: a `jattn.Cache` for each layer, or None where `ids` is all there is.
 
     Returns:
-        The logits of the token after each, (T, vocabulary), and for each layer what its attention was called with:
-        query (T, N, H), key and value (T, K, H).
+        The logits of the token after each, (T, vocabulary), for each layer what its attention was called with: query
+        (T, N, H), key and value (T, K, H), and the caches with the new tokens, None without.
     """
     T, N, K = len(ids), config.n_heads, config.n_kv_heads
-    rotary = functools.partial(jattn.rotary, positions=jnp.arange(T), base=config.rope_base, interleaved=True)
+    positions = jnp.arange(T) if caches is None else caches[0].next_positions(T)
+    rotary = functools.partial(jattn.rotary, positions=positions, base=config.rope_base, interleaved=True)
 
     def normalised(x, gamma):
         return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + config.eps) * gamma[None, :]
@@ -49,12 +52,23 @@ def decoder(weights, ids, config):
         key = rotary((h @ w["attn.W_K"]).reshape(T, K, -1))
         value = (h @ w["attn.W_V"]).reshape(T, K, -1)
         layers.append((query, key, value))
-        x = x + jattn.attention(query, key, value, masks.causal()).reshape(T, -1) @ w["attn.W_O"]
+        if caches is None:
+            out = jattn.attention(query, key, value, masks.causal())
+        else:
+            out, cache = jattn.cached_attention(query, key, value, caches[i])
+            caches = [*caches[:i], cache, *caches[i + 1 :]]
+        x = x + out.reshape(T, -1) @ w["attn.W_O"]
 
         h = normalised(x, w["norm2.gamma"])
         x = x + (jax.nn.silu(h @ w["ffn.W1"]) * (h @ w["ffn.W3"])) @ w["ffn.W2"]
 
-    return normalised(x, weights["norm_f.gamma"]) @ weights["E"].T, layers
+    return normalised(x, weights["norm_f.gamma"]) @ weights["E"].T, layers, caches
+
+
+def jitted(model):
+    """`decoder` with the model's weights and sizes: a function of tokens, and of caches if there are any."""
+    weights = {name: jnp.asarray(tensor.data) for name, tensor in model.named_parameters().items()}
+    return functools.partial(jax.jit(functools.partial(decoder, config=model.cfg)), weights)
 
 
 def both(model, ids):
@@ -64,9 +78,31 @@ def both(model, ids):
     tracer = glassllm.Tracer()
     with glassllm.no_grad():
         model(ids, trace=tracer)
-    weights = {name: jnp.asarray(tensor.data) for name, tensor in model.named_parameters().items()}
-    logits, layers = jax.jit(functools.partial(decoder, config=model.cfg))(weights, jnp.array(ids))
+    logits, layers, _ = jitted(model)(jnp.array(ids))
     return logits, layers, tracer
+
+
+def with_cache(model, ids, count):
+    """The `count` likeliest tokens after `ids`, one after the other, and the logits of each: read once, then kept."""
+    config, run = model.cfg, jitted(model)
+    H = config.d_model // config.n_heads
+    caches = [jattn.Cache.create(len(ids) + count, config.n_kv_heads, H) for _ in range(config.n_layers)]
+    found, rows, new = [], [], ids
+    for _ in range(count):
+        logits, _, caches = run(jnp.array(new), caches=caches)
+        rows.append(logits[-1])
+        new = [int(logits[-1].argmax())]
+        found += new
+    return found, jnp.stack(rows)
+
+
+def without_cache(model, ids, count):
+    """The same, where each token reads all before it again. The padding comes after everything that it may see."""
+    run, padded, rows = jitted(model), ids + [0] * count, []
+    for end in range(len(ids), len(padded)):
+        rows.append(run(jnp.array(padded))[0][end - 1])
+        padded[end] = int(rows[-1].argmax())
+    return padded[len(ids) :], jnp.stack(rows)
 
 
 def by_hand(query, key, value, row):
@@ -146,6 +182,17 @@ def print_slopes(query, key, value, row, direction):
     return all(difference(reverse[name], forward[name])[1] for name in forward)
 
 
+def print_generation(model, tokenizer, ids, count):
+    cached, cached_logits = with_cache(model, ids, count)
+    plain, logits = without_cache(model, ids, count)
+    own = [step.token for step in model.generate(ids, count, greedy=True)]
+    for what, tokens in {"with a cache": cached, "without": plain, "the model's own": own}.items():
+        print(f"  {what:16}...{tokenizer.decode(tokens)!r}")
+    largest, agree = difference(cached_logits, logits)
+    print(f"  Logits with a cache and without differ by {largest:.1e} at most.")
+    return all((agree, cached == plain, plain == own))
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m jattn", description="A real decoder on jattn's attention.")
     parser.add_argument("sentence", nargs="?", default=SENTENCE)
@@ -196,6 +243,11 @@ def main(argv=None):
     nearest = int(jnp.argmax(key[: row + 1] @ query))
     print(f"\n4. The same row as its query moves towards the key with most weight, {nearest} {tokens[nearest]}")
     agree.append(print_slopes(query, key, value, row, key[nearest] / jnp.linalg.norm(key[nearest])))
+
+    count = min(NEW_TOKENS, config.max_len - len(ids))
+    if count:
+        print(f"\n5. The {count} tokens that come next, each the likeliest")
+        agree.append(print_generation(model, tokenizer, ids, count))
 
     verdict = "Everything agrees" if all(agree) else "DISAGREEMENT: not everything is equal"
     print(f"\n{verdict} to {TOLERANCE:g} of the largest number.")

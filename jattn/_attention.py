@@ -13,7 +13,7 @@ import numpy as np
 
 from jattn import _blockwise, _checks, _dense, _dropout, _rules, _tile, _visible, biases, masks
 
-_AXES = {
+AXES = {
     "query": ("*B", "T", "N", "H"),
     "key": ("*B", "S", "K", "H"),
     "value": ("*B", "S", "K", "D"),
@@ -94,10 +94,10 @@ def attend(
         >>> attend(jnp.eye(2), jnp.eye(2), jnp.eye(2), masks.causal())[0].tolist()
         [1.0, 0.0]
     """
-    return _attend("attend", False, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
-                   dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
-                   key_positions=key_positions, empty=empty, method=method, block_size=block_size,
-                   return_stats=return_stats)  # fmt: skip
+    return attend_as("attend", False, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
+                     dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
+                     key_positions=key_positions, empty=empty, method=method, block_size=block_size,
+                     return_stats=return_stats)  # fmt: skip
 
 
 def attention(
@@ -160,10 +160,10 @@ def attention(
         >>> attention(x, x[:, :, :2], x[:, :, :2], masks.causal()).shape
         (2, 5, 4, 8)
     """
-    return _attend("attention", True, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
-                   dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
-                   key_positions=key_positions, empty=empty, method=method, block_size=block_size,
-                   return_stats=return_stats)  # fmt: skip
+    return attend_as("attention", True, query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink,
+                     dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=query_positions,
+                     key_positions=key_positions, empty=empty, method=method, block_size=block_size,
+                     return_stats=return_stats)  # fmt: skip
 
 
 def attention_weights(
@@ -217,13 +217,19 @@ def attention_weights(
     return call.run(_weights, empty, head_axis=0)
 
 
-def _attend(
-    who, heads, query, key, value, mask, bias, *, scale, softcap, sink, dropout_rate, dropout_rng, query_positions,
-    key_positions, empty, method, block_size, return_stats,
+def attend_as(
+    who, heads, query, key, value, mask, bias, *, scale=None, softcap=None, sink=None, dropout_rate=0.0,
+    dropout_rng=None, query_positions=None, key_positions=None, empty="zero", method="auto", block_size=None,
+    return_stats=False, there=None,
 ):  # fmt: skip
+    """`attend`, or `attention` with heads, called `who` in errors.
+
+    `there` is a mask of its own: what it hides is no part of the call, and a query to which it shows nothing is
+    padding, which no policy counts as an empty row.
+    """
     call = _Call(who, heads)
     call.arrays(query=query, key=key, value=value)
-    call.sources(mask, bias)
+    call.sources(mask, bias, there)
     call.numbers(scale, softcap, sink)
     call.positions(query_positions=query_positions, key_positions=key_positions)
     call.dropout(dropout_rate, dropout_rng)
@@ -240,7 +246,9 @@ def _head(args, T, S):
     if "query" not in args:
         args |= {"query": jnp.zeros((T, 1)), "key": jnp.zeros((S, 1))}
     args.setdefault("value", None)
-    rows = args.pop("rows", None)
+    rows, there = args.pop("rows", None), args.pop("there", None)
+    if there is not None:
+        args["mask"] = there & args["mask"] if "mask" in args else there
     x = _tile.inputs(**args)
     positions = x.query_positions, x.key_positions
     return x, _rules.all_pairs(T, S, *positions) if rows is None else _rules.some_rows(rows, S, *positions)
@@ -272,7 +280,8 @@ def _weights(args, T, S, block):
 
 def _empty(args, T, S, block):
     x, pairs = _head(args, T, S)
-    return ~_tile.some(_tile.visible_pairs(_tile.cut(x, pairs), pairs), pairs)
+    empty = ~_tile.some(_tile.visible_pairs(_tile.cut(x, pairs), pairs), pairs)
+    return empty & args["there"].tile(pairs).any(1) if "there" in args else empty
 
 
 class _Call:
@@ -295,7 +304,7 @@ class _Call:
     def arrays(self, **arrays):
         who = self.who
         arrays = _checks.one_floating_dtype(who, **arrays)
-        axes = {what: self._axes(*_AXES[what]) for what in arrays}
+        axes = {what: self._axes(*AXES[what]) for what in arrays}
         hint = "" if self.heads else "Add heads and batches with jax.vmap, or call attention."
         for what, x in arrays.items():
             _checks.rank(who, what, x, axes[what], at_least=self.heads, hint=hint)
@@ -309,9 +318,10 @@ class _Call:
             self._add(what, x, axes[what])
         _checks.heads(who, query, self.sizes)
 
-    def sources(self, mask, bias):
-        if mask is not None:
-            self._source("mask", mask, masks, masks.Mask, [("*B?",), ("*B?", "N?")])
+    def sources(self, mask, bias, there=None):
+        for what, x in (("mask", mask), ("there", there)):
+            if x is not None:
+                self._source(what, x, masks, masks.Mask, [("*B?",), ("*B?", "N?")])
         if bias is not None:
             self._source("bias", bias, biases, biases.Bias, [("N?",), ("*B?", "N?")])
 
@@ -366,7 +376,7 @@ class _Call:
             if x is None:
                 continue
             x = _checks.integral(self.who, what, x)
-            axes = self._axes(*_AXES[what])[-1 if x.ndim == 1 else 0 :]
+            axes = self._axes(*AXES[what])[-1 if x.ndim == 1 else 0 :]
             _checks.shape(self.who, what, x, axes, self.sizes)
             self._add(what, x, axes)
 
@@ -419,7 +429,7 @@ class _Call:
         _checks.choice(self.who, "empty", empty, ("zero", "raise"))
         refused = None
         if empty == "raise":
-            sources = ("mask", "bias", "query_positions", "key_positions")
+            sources = ("mask", "there", "bias", "query_positions", "key_positions")
             seen = {what: x for what, x in self.args.items() if what in sources}
             if _checks.known(seen):
                 with jax.ensure_compile_time_eval():

@@ -84,31 +84,23 @@ def _sums(static, floats, others):
     """Sums of all keys, and Rows, `alive` as a number."""
     x = static.inputs(floats, others)
     plan = _plan.plan(x, static.block)
-    poison = _tile.spoils(x.key, x.value)
 
     def visit(state, i, j):
         # Slices and bias are taken here and not in the branches, which would carry whole arrays through.
         pairs = _plan.pairs(x, plan, i, j)
-        own, own_poison = _tile.cut(x, pairs), pairs.columns(poison, 0)
+        own = _tile.cut(x, pairs)
 
         def read(kind):
             placed = _plan.placed(pairs, plan, i, j, kind)
-            return _online.absorb(state, own, placed, _tile.visible_pairs(own, placed), own_poison)
+            return _online.absorb(state, own, placed, _tile.visible_pairs(own, placed))
 
         return _plan.visited(plan, plan.kinds, i, j, read, lambda: state)
 
     state = _fold(plan, _online.start(x, static.stats), visit)
     ties = None if state.ties is None else jnp.maximum(state.ties, 1)
     rows = _tile.rows(x, state.largest, ties, state.alive)
-    # The peak of a spoilt row is NaN only now.
-    spoilt = jnp.isnan(rows.peak)
-    sums = _tile.Sums(
-        jnp.where(spoilt[:, None], jnp.nan, state.acc),
-        jnp.where(spoilt, jnp.nan, state.total),
-        state.moment,
-        # Not a constant: under `vmap` it must be mapped as its tangent is.
-        None if ties is None else ties - ties,
-    )
+    # Not a constant: under `vmap` it must be mapped as its tangent is.
+    sums = _tile.Sums(state.acc, state.total, state.moment, None if ties is None else ties - ties)
     return sums, rows._replace(alive=rows.alive.astype(sums.total.dtype))
 
 

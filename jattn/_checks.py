@@ -1,5 +1,6 @@
 """The one place that words an error: who, what must hold, in axis letters with this call's sizes, what came."""
 
+import inspect
 import math
 from typing import Any
 
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
+
+from jattn._debug_check import debug_check
 
 
 def tupled(sizes):
@@ -161,6 +164,22 @@ def choice(who, what, x, options):
     return x
 
 
+def options(who, options, function, but=()):
+    """Asserts that `options` are parameters of `function` that have a default, other than those in `but`."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.default is not p.empty and p.name not in but]
+    for name in options:
+        if name not in names:
+            raise TypeError(f"{who}: {name!r} is no option. There are {', '.join(names)}.")
+
+
+def size(who, what, x, at_least):
+    """`x`, an int of at least `at_least`."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < at_least:
+        raise _error(ValueError, who, what, f"an int >= {at_least}", repr(x) if known(x) else "a traced array")
+    return int(x)
+
+
 def known(*trees):
     """Whether every array in `trees` has a value now, not only once the program runs."""
     return not any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
@@ -177,13 +196,12 @@ def no_empty_rows(who, empty):
 
 
 def positive(who, what, x):
-    """`x`, a finite number > 0: now where it is known, as a NaN and a checkify.debug_check where it is traced."""
+    """`x`, a finite number > 0: now where it is known, as a NaN and a `debug_check` where it is traced."""
     if known(x):
         # NumPy, because inside a jit jnp makes tracers, of constants too.
         now = np.asarray(x)
         if not (math.isfinite(now) and now > 0):
             raise _error(ValueError, who, what, "finite and > 0", now, f"Pass None for no {what}.")
         return x
-    valid = jnp.isfinite(x) & (x > 0)
-    checkify.debug_check(valid.all(), f"{who}: {what} must be finite and > 0.")
+    valid = debug_check(jnp.isfinite(x) & (x > 0), f"{who}: {what} must be finite and > 0.")
     return jnp.where(valid, x, jnp.nan)

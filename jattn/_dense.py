@@ -10,7 +10,7 @@ def _found(x, pairs, stats):
     x = _tile.cut(x, pairs)
     visible = _tile.visible_pairs(x, pairs)
     logits = _tile.logits(x, visible)
-    largest = _tile.peaks(logits, visible, _tile.spoils(x.key, x.value))
+    largest = _tile.peaks(logits, visible)
     ties = jnp.maximum(_tile.tied(x, logits, visible, largest).sum(1), 1).astype(largest.dtype) if stats else None
     return x, visible, logits, _tile.rows(x, largest, ties, _tile.some(visible, pairs))
 
@@ -32,4 +32,4 @@ def weights(x, pairs):
     """(T, S), float32 or wider: rows sum to 1, less the sink's share, or to 0 where nothing is visible."""
     x, visible, logits, rows = _found(x, pairs, False)
     p, _ = _tile.weights(x, logits, visible, rows.peak)
-    return p / jnp.where(rows.alive, _tile.total(x, rows, p.sum(1)), 1)[:, None]
+    return p / jnp.where(rows.alive, _tile.total(x, rows, p.sum(1)) * rows.sound, 1)[:, None]

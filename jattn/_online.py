@@ -37,10 +37,10 @@ def start(x, stats):
     return State(peak, lowest, tracked, zero > 0, jnp.zeros((T, D), dtype) + zero[:, None], zero, tracked)
 
 
-def absorb(state, x, pairs, visible, poison):
-    """`state` of a tile's queries, after the tile, given its own inputs and the poison (s,) of its keys."""
+def absorb(state, x, pairs, visible):
+    """`state` of a tile's queries, after the tile, given its own inputs."""
     logits = _tile.logits(x, visible)
-    found = _tile.peaks(logits, visible, poison)
+    found = _tile.peaks(logits, visible)
     peak, largest = jnp.maximum(state.peak, found), jnp.maximum(state.largest, found)
     p, shifted = _tile.weights(x, logits, visible, peak)
     drop = _tile.below(state.peak, peak, True)

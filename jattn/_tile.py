@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jattn import _dropout, _visible
 
@@ -27,14 +28,14 @@ from jattn import _dropout, _visible
 class Inputs(NamedTuple):
     """One head: query (T, H), key (S, H), value (S, D) or None, all float32 or wider; and the options.
 
-    `operands` is what products round to, `_visible.Operands`.
+    `operands` is what products round to, `_visible.Operands`. The scale is 1/sqrt(H) if None.
     """
 
     query: Any
     key: Any
     value: Any
-    scale: Any
     operands: Any
+    scale: Any = None
     mask: Any = None
     bias: Any = None
     softcap: Any = None
@@ -48,14 +49,15 @@ class Inputs(NamedTuple):
 class Rows(NamedTuple):
     """What is known of each row before its sums, (T,) each. No derivative flows through any of it.
 
-    `peak` is what logits are shifted by: 0 for an empty row, NaN for a row that sees something that is no number.
-    `ties` keys share the row's largest logit, the sink aside.
+    `peak` is what logits are shifted by, 0 for an empty row. `sound` is 1, and NaN for a row without a largest logit
+    although it sees a key. `ties` keys share that logit, the sink aside.
     """
 
     peak: Any
     largest: Any
     ties: Any
     alive: Any
+    sound: Any
 
 
 class Sums(NamedTuple):
@@ -81,28 +83,22 @@ class Stats(NamedTuple):
     entropy: Any
 
 
-def inputs(query, key, value, scale=None, **options):
-    """Inputs, from arrays of any dtype. The scale is 1/sqrt(H) if None."""
+# So that a program that returns them can be exported.
+export.register_namedtuple_serialization(Stats, serialized_name="jattn.Stats")
+
+
+def inputs(query, key, value, **options):
+    """Inputs, from arrays of any dtype."""
     operands, wide = _visible.Operands(query.dtype), _visible.wide(query.dtype)
     query, key, value = query.astype(wide), key.astype(wide), None if value is None else value.astype(wide)
-    if scale is None:
-        scale = np.asarray(1 / math.sqrt(query.shape[1]), wide)
-    return Inputs(query, key, value, scale, operands, **options)
-
-
-def spoils(*arrays):
-    """(n,): NaN where a row of one of the (n, m) arrays holds something that is not finite, 0 elsewhere."""
-    arrays = [jax.lax.stop_gradient(x) for x in arrays if x is not None]
-    # One pass, and NaN where an entry is NaN.
-    largest = functools.reduce(jnp.maximum, (jnp.abs(x).max(1, initial=0) for x in arrays))
-    return jnp.where(largest < jnp.inf, 0, jnp.nan).astype(arrays[0].dtype)
+    return Inputs(query, key, value, operands, **options)
 
 
 def cut(x, pairs):
     """The part of Inputs that is this tile's own: query (t, H), key (s, H), value (s, D), and the tile of the bias."""
     return x._replace(
         # The one query that there is may be asked for several times.
-        query=jnp.broadcast_to(pairs.rows(x.query, 0), (pairs.shape[0], x.query.shape[1])),
+        query=_visible.shown(jnp.broadcast_to(pairs.rows(x.query, 0), (pairs.shape[0], x.query.shape[1]))),
         key=pairs.columns(x.key, 0),
         value=None if x.value is None else pairs.columns(x.value, 0),
         bias=None if x.bias is None else x.bias.tile(pairs).astype(x.query.dtype),
@@ -140,18 +136,25 @@ def logits(x, visible):
     """(t, s), 0 where not visible, given a tile's own inputs."""
     # A query that sees nothing is not read: it shares `scale` with the others, whose derivative would meet it.
     query = x.query if visible is None else jnp.where(visible.any(1)[:, None], x.query, 0)
-    if not x.operands.rounded:
-        out = _visible.scores(query * x.scale, x.key, visible, x.operands)
-    else:
-        # The scale comes after the product, because a scaled query would be rounded; but the power of two in it, which
-        # rounds nothing, before, so that the product does not overflow.
-        power = jax.lax.reduce_precision(jax.lax.stop_gradient(x.scale), exponent_bits=8, mantissa_bits=0)
-        power = jnp.where(power == 0, 1, power)
-        out = _visible.scores(query * power, x.key, visible, x.operands) * (x.scale / power)
+    before, after = _scales(x)
+    out = _visible.scores(query * before, x.key, visible, x.operands)
+    out = out if after is None else out * after
     # Each term goes through a select before it is added, so that no product is fused with the addition: see `below`.
     if x.softcap is not None:
         out = seen(visible, x.softcap * jnp.tanh(out / x.softcap), 0)
     return out if x.bias is None else out + seen(visible, x.bias, 0)
+
+
+def _scales(x):
+    """What multiplies the query before the product, and what multiplies the product, None for nothing."""
+    scale = np.asarray(1 / math.sqrt(x.query.shape[1]), x.query.dtype) if x.scale is None else x.scale
+    if not x.operands.rounded or (x.scale is None and math.frexp(scale)[0] == 0.5):
+        return scale, None
+    # After it, because a scaled query would be rounded; but the power of two in the scale, which rounds nothing, before
+    # it, so that the product does not overflow.
+    power = jax.lax.reduce_precision(jax.lax.stop_gradient(scale), exponent_bits=8, mantissa_bits=0)
+    power = jnp.where(power == 0, 1, power)
+    return power, scale / power
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -163,7 +166,9 @@ def below(logits, peak, once):
     and then nothing is selected: XLA:CPU fuses two products with all that is between them if that is arithmetic.
     """
     # -inf - -inf would be NaN.
-    shifted = jnp.minimum(logits - jnp.where(peak == -jnp.inf, 0, peak), 0)
+    shifted = logits - jnp.where(peak == -jnp.inf, 0, peak)
+    # No minimum: see `peaks`.
+    shifted = jnp.where(shifted > 0, 0, shifted)
     return shifted if once else jnp.where(logits == peak, 0, shifted)
 
 
@@ -172,23 +177,23 @@ def _(once, primals, tangents):
     return below(*primals, once), tangents[0]
 
 
-def peaks(logits, visible, poison):
-    """(t,): the largest visible logit, -inf without one, NaN where a visible key is poisoned."""
-    return jax.lax.stop_gradient(seen(visible, logits + poison[None, :], -jnp.inf).max(1, initial=-jnp.inf))
+def peaks(logits, visible):
+    """(t,): the largest visible logit, -inf without one, any number where one is NaN.
+
+    XLA:CPU forgets a NaN, and what came before it, in a maximum over 4096 numbers or more. Nothing relies on it here:
+    sums keep a NaN.
+    """
+    return jax.lax.stop_gradient(seen(visible, logits, -jnp.inf).max(1, initial=-jnp.inf))
 
 
 def rows(x, largest, ties, alive):
     """Rows, from the largest visible logit of each row."""
-    # A scaled query that is not finite makes every logit of its row NaN or infinite.
     top, spoilt = largest, ~jnp.isfinite(largest)
-    if x.softcap is not None:
-        # Which a softcap hides.
-        spoilt = spoilt | jnp.isnan(spoils(x.query))
     if x.sink is not None:
         top = jnp.maximum(top, jax.lax.stop_gradient(x.sink))
         spoilt = spoilt | ~jnp.isfinite(top)
-    peak = jnp.where(alive & spoilt, jnp.nan, jnp.where(jnp.isfinite(top), top, 0))
-    return Rows(peak, largest, ties, alive)
+    sound = jnp.where(alive & spoilt, jnp.nan, jnp.ones_like(largest))
+    return Rows(jnp.where(jnp.isfinite(top), top, 0), largest, ties, alive, sound)
 
 
 def tied(x, logits, visible, largest):
@@ -208,8 +213,8 @@ def near(x, y, size):
 
 def weights(x, logits, visible, peak):
     """p (t, s), and the shifted logits that it is the exponential of, 0 where not visible."""
-    once = x.softcap is None and x.bias is None and not x.operands.rounded
-    # Replaced before exp too: in a spoilt row the peak is NaN, and 0 * NaN would be what exp passes back.
+    once = x.softcap is None and x.bias is None and _scales(x)[1] is None
+    # Replaced before exp too: what exp passes back is a product, and 0 * inf would be NaN.
     shifted = seen(visible, below(logits, peak[:, None], once), 0)
     return seen(visible, jnp.exp(shifted), 0), shifted
 
@@ -243,7 +248,9 @@ def total(x, rows, keys):
 
 def results(x, rows, sums, dtype):
     """(T, D) in `dtype`, and Stats, or None if the sums were made without."""
-    whole = total(x, rows, sums.total)
+    # A row that has seen a value that is not finite is NaN as a whole, and so is what passes back through it.
+    sound = jnp.where(jnp.isnan(jax.lax.stop_gradient(sums.acc)).any(1), jnp.nan, rows.sound)
+    whole = total(x, rows, sums.total) * sound
     alive = rows.alive
     out = jnp.where(alive[:, None], sums.acc / jnp.where(alive, whole, 1)[:, None], 0).astype(dtype)
     if sums.moment is None:
@@ -257,7 +264,7 @@ def results(x, rows, sums, dtype):
     if x.sink is not None:
         drop = drop + moment(jnp.exp(x.sink - rows.peak), x.sink - rows.peak)
     entropy = jnp.where(alive, jnp.log(whole) - drop / whole, 0)
-    spoilt = jnp.isnan(rows.peak)
+    spoilt = jnp.isnan(whole)
     # What is added to a spoilt row is NaN in value and derivative.
     largest = jnp.where(spoilt, jnp.nan, jnp.where(alive, rows.largest, 0))
     max_logit = jnp.where(alive, largest + jnp.where(spoilt, whole, sums.rise), -jnp.inf)

@@ -18,7 +18,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -42,12 +41,23 @@ class Operands:
 
 
 def scores(query, key, visible, operands):
-    """(T, H), (S, H), bool (T, S) or None -> (T, S): query·key where visible and 0 elsewhere."""
+    """(T, H), (S, H), bool (T, S) or None -> (T, S): query·key where visible and 0 elsewhere.
+
+    NaN where a visible key is not finite.
+    """
     return _product(_SCORES, query, key, visible, operands)
 
 
+def shown(x):
+    """x, with NaN for what is not finite, so that no minus infinity passes for a logit that weighs nothing."""
+    return x + jax.lax.stop_gradient(x) * 0
+
+
 def mix(weights, value, visible, operands):
-    """(T, S), (S, D), bool (T, S) or None -> (T, D): sums of visible values. `weights` is 0 elsewhere."""
+    """(T, S), (S, D), bool (T, S) or None -> (T, D): sums of visible values. `weights` is 0 elsewhere.
+
+    NaN, in one feature or all, where a visible value is not finite.
+    """
     return _product(_MIX, weights, value, visible, operands)
 
 
@@ -86,51 +96,129 @@ def _varying_alike(*args):
     return [like(x, args) for x in args]
 
 
-def _rank_2(spec, rounded, x, y, visible=None):
-    def dot(spec, *operands):
-        narrow = [z.astype(jnp.bfloat16) for z in operands] if rounded else operands
-        return jnp.einsum(spec, *narrow, precision=precision(narrow[0].dtype), preferred_element_type=x.dtype)
+# What the axes of operands and result are called: t a query, s a key, h a feature.
+_LETTERS = {_SCORES: ("th", "sh", "ts"), _MIX: ("ts", "sh", "th"), _SPREAD: ("ts", "th", "sh")}
 
-    if spec == _SCORES:
-        out = dot("th,sh->ts", x, y)
-        return out if visible is None else jnp.where(visible, out, 0)
-    if spec == _MIX:
-        product = functools.partial(dot, "ts,sh->th", x)
-    else:
-        # As a plain product of rows and columns, with the small operand turned. XLA:CPU would contract over the leading
-        # axis of the large one instead, at half the speed, and the barrier keeps it from undoing this.
-        product = lambda y: dot("ht,ts->hs", jax.lax.optimization_barrier(y.T), x).T  # noqa: E731
-    if visible is None:
-        return product(y)
-    bad = ~(jnp.abs(y).max(-1, initial=0) < jnp.inf)
 
-    def cleaned():
+# In how many parts the keys of one query are read where a mask may hide all of one.
+_PARTS = 8
+
+
+# `levels` are the vmaps that the product went through, outermost first: for each, the axis of every operand that it
+# maps, or None. An operand that is not mapped (keys that queries share, one mask for all heads) stays unmapped
+# down to XLA, and one that is keeps its axes where they are. The result has all levels in front.
+def _named(letters, axes):
+    """What each axis of an operand is: a letter or the number of a level, given the axis that each level maps."""
+    names = list(letters)
+    for level, axis in reversed(list(enumerate(axes))):
+        if axis is not None:
+            names.insert(axis, level)
+    return names
+
+
+def _arranged(x, names, order):
+    """`x` with its named axes in this order, and 1 for those that it lacks."""
+    x = x.transpose([names.index(a) for a in order if a in names])
+    return jnp.expand_dims(x, [i for i, a in enumerate(order) if a not in names])
+
+
+def _dot(x, xs, y, ys, out):
+    """The sum over axes that `out` lacks, all by names."""
+    both = [a for a in xs if a in ys]
+    batch, summed = [a for a in both if a in out], [a for a in both if a not in out]
+    found = batch + [a for names in (xs, ys) for a in names if a not in both]
+
+    def numbers(axes):
+        return [xs.index(a) for a in axes], [ys.index(a) for a in axes]
+
+    product = jax.lax.dot_general(x, y, (numbers(summed), numbers(batch)), precision(x.dtype), wide(x.dtype))
+    return product.transpose([found.index(a) for a in out])
+
+
+def _turned(x, xs, y, ys, out):
+    """The same, with the small operand of `_SPREAD` turned first, and a barrier to keep XLA:CPU from undoing it.
+
+    It would contract over the leading axis of the large one instead, at half the speed.
+    """
+    order = [*(a for a in ys if a not in ("t", "h")), "h", "t"]
+    return _dot(jax.lax.optimization_barrier(_arranged(y, ys, order)), order, x, xs, out)
+
+
+def _one_query(x, xs, y, ys, out):
+    """The same for one query: both operands are read once, in the order in which the larger one lies in memory.
+
+    As a product, XLA:CPU would first copy keys, heads in front.
+    """
+    order = [*(a for a in ys if a not in ("t", "h")), *(a for a in xs if a not in (*ys, "t", "h")), "h"]
+    # Without t, of size 1: one axis more in the middle, and XLA:CPU takes twice as long.
+    x, y = (_arranged(z, n, [*order, "t"])[..., 0].astype(wide(z.dtype)) for z, n in ((x, xs), (y, ys)))
+    summed = [i for i, a in enumerate(order) if a not in out]
+    return _arranged((x * y).sum(summed), [a for a in order if a in out], out)
+
+
+def _in_parts(x, xs, y, ys, out, seen):
+    """The same, where some keys are seen, bool (s,): a part of them of which none is seen is not read."""
+    parts = [p for p in np.array_split(np.arange(len(seen)), _PARTS) if len(p)]
+
+    def cut(z, names, part):
+        return jax.lax.slice_in_dim(z, part[0], part[-1] + 1, axis=names.index("s")) if "s" in names else z
+
+    def product(part):
+        return _one_query(cut(x, xs, part), xs, cut(y, ys, part), ys, out)
+
+    def in_parts():
+        found = []
+        for part in parts:
+            of_part = functools.partial(product, part)
+            zeros = functools.partial(jax.tree.map, lambda z: jnp.zeros(z.shape, z.dtype), jax.eval_shape(of_part))
+            found.append(jax.lax.cond(seen[part[0] : part[-1] + 1].any(), of_part, zeros))
+        return jnp.concatenate(found, out.index("s")) if "s" in out else sum(found)
+
+    return jax.lax.cond(seen.all(), lambda: _one_query(x, xs, y, ys, out), in_parts)
+
+
+def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
+    letters = *_LETTERS[spec][:2], "ts"
+    xs, ys, *vs = (_named(letters[i], axes) for i, axes in enumerate(zip(*levels, strict=True) if levels else [()] * 3))
+    outer = list(range(len(levels)))
+    full, pairs = [*outer, *_LETTERS[spec][2]], [*outer, "t", "s"]
+    sizes = dict(zip((*xs, *ys), (*x.shape, *y.shape), strict=True))
+    if visible is not None:
+        sizes |= dict(zip(vs[0], visible.shape, strict=True))
+        visible = _arranged(visible, vs[0], pairs)
+    form = _one_query if on_cpu and sizes["t"] == 1 else _turned if spec == _SPREAD else _dot
+
+    def product(y):
+        a, b = (z.astype(jnp.bfloat16) for z in (x, y)) if rounded else (x, y)
+        out = [a for a in full if a in xs or a in ys]
+        if form is _one_query and spec != _SPREAD and visible is not None:
+            product = _in_parts(a, xs, b, ys, out, visible.any(range(visible.ndim - 1)))
+        else:
+            product = form(a, xs, b, ys, out)
+        return jnp.broadcast_to(_arranged(product, out, full), [sizes[a] for a in full])
+
+    def plain(y):
+        return jnp.where(visible, product(y), 0) if spec == _SCORES and visible is not None else product(y)
+
+    def bad():
+        found = jnp.isnan((y * 0).sum(ys.index("h")))
+        return _arranged(found, [a for a in ys if a != "h"], pairs)
+
+    def careful():
+        if spec == _SCORES or visible is None:
+            return plain(shown(y))
         # Before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it.
-        seen = (visible & bad[None, :]).any(1) if spec == _MIX else (visible & bad[:, None]).any(0)
-        return jnp.where(seen[:, None], jnp.nan, product(jnp.where(jnp.isfinite(y), y, 0)))
+        seen = (visible & bad()).any(-1 if spec == _MIX else -2)
+        return jnp.where(seen[..., None], jnp.nan, product(jnp.where(jnp.isfinite(y), y, 0)))
 
-    return jax.lax.cond(anywhere(bad.any()), cleaned, lambda: product(y))
-
-
-@custom_vmap
-def anywhere(flag):
-    """Whether it holds for any element of the mapped axes. `lax.cond` on what is mapped would run both branches."""
-    return flag
-
-
-@anywhere.def_vmap
-def _(axis_size, in_batched, flag):
-    return anywhere(flag.any(0)), False
-
-
-# `levels` are the vmaps that the product went through, outermost first: for each, which operands are mapped, always
-# on their leading axis. An operand that is not mapped (keys shared by a group of queries, one mask for all heads)
-# stays unmapped down to XLA.
-def _whole(*operands, spec, levels, rounded):
-    product = functools.partial(_rank_2, spec, rounded)
-    for mapped in reversed(levels):
-        product = jax.vmap(product, [0 if m else None for m in mapped])
-    return product(*operands)
+    if sizes["t"] < sizes["h"]:
+        # For few queries to look costs as much as the product, which is not finite where anything in y is not that it
+        # sums, of weight 0 too. A sum, because XLA:CPU forgets a NaN in a maximum over 4096 numbers or more.
+        out = plain(y)
+        return jax.lax.cond(jnp.isnan((out * 0).sum()), careful, lambda: out)
+    if spec == _SCORES or visible is None:
+        return careful()
+    return jax.lax.cond(bad().any(), careful, lambda: product(y))
 
 
 def _abstract(*operands, **params):
@@ -138,9 +226,7 @@ def _abstract(*operands, **params):
 
 
 def _batch(args, axes, *, levels, **params):
-    mapped = tuple(a is not None for a in axes)
-    args = [jnp.moveaxis(x, a, 0) if m else x for x, a, m in zip(args, axes, mapped, strict=True)]
-    return _bind(*args, levels=(mapped, *levels), **params), 0
+    return _bind(*args, levels=(tuple(axes), *levels), **params), 0
 
 
 def _jvp(primals, tangents, **params):
@@ -165,26 +251,28 @@ _TRANSPOSES = {
 
 
 def _transpose(ct, x, y, *visible, spec, levels, rounded):
-    first = ad.is_undefined_primal(x)
-    undefined, known = (x, y) if first else (y, x)
+    n = 0 if ad.is_undefined_primal(x) else 1
+    undefined, known = (x, y) if n == 0 else (y, x)
     if isinstance(ct, ad.Zero):
         out = ad.Zero(undefined.aval)
     else:
-        into, a, b = _TRANSPOSES[spec][0 if first else 1](ct, known)
-        ct_first = a is ct
-        inner = tuple(
-            (True, m[1 if first else 0], *m[2:]) if ct_first else (m[1 if first else 0], True, *m[2:]) for m in levels
-        )
+        into, a, b = _TRANSPOSES[spec][n](ct, known)
+        # The cotangent has all levels in front.
+        inner = tuple((0, m[1 - n], *m[2:]) if a is ct else (m[1 - n], 0, *m[2:]) for m in levels)
         out = _bind(a, b, *visible, spec=into, levels=inner, rounded=rounded)
-        unmapped = tuple(i for i, m in enumerate(levels) if not m[0 if first else 1])
-        out = out.sum(unmapped) if unmapped else out
-    return (out, None, *(None for _ in visible)) if first else (None, out, *(None for _ in visible))
+        own = _named(_LETTERS[spec][n], [m[n] for m in levels])
+        names = [*range(len(levels)), *_LETTERS[into][2]]
+        out = out.sum([a for a in range(len(levels)) if a not in own])
+        out = _arranged(out, [a for a in names if a in own], own)
+    return (out, None, *(None for _ in visible)) if n == 0 else (None, out, *(None for _ in visible))
 
 
 _product_p = Primitive("visible_product")
-_product_p.def_impl(jax.jit(_whole, static_argnames=("spec", "levels", "rounded")))
+_product_p.def_impl(jax.jit(_product_p.bind, static_argnames=("spec", "levels", "rounded")))
 _product_p.def_abstract_eval(_abstract)
 batching.primitive_batchers[_product_p] = _batch
 ad.primitive_jvps[_product_p] = _jvp
 ad.primitive_transposes[_product_p] = _transpose
 mlir.register_lowering(_product_p, mlir.lower_fun(_whole, multiple_results=False))
+on_cpu = functools.partial(_whole, on_cpu=True)
+mlir.register_lowering(_product_p, mlir.lower_fun(on_cpu, multiple_results=False), platform="cpu")

@@ -20,12 +20,18 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-
 
 
 def pytest_addoption(parser):
-    parser.addoption("--everything", action="store_true", help="run every case on every engine, not one in eight")
+    parser.addoption("--everything", action="store_true", help="run every case on every engine, and the slow tests")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("--everything"):
+        left_out = "seven in eight blockwise cases, and the tests of SmolLM2, which `make models` runs"
+        terminalreporter.write_line(f"Left out without --everything: {left_out}.")
 
 
 def pytest_collection_modifyitems(config, items):
     # Blockwise programs take seconds to compile, and cases beside each other share them: on that engine each test runs
-    # its first case and the first eighth of the others, unless all are asked for.
+    # its first case and the first eighth of the others, unless all are asked for. So are slow tests.
     if config.getoption("--everything"):
         return
     cases = {}
@@ -33,6 +39,7 @@ def pytest_collection_modifyitems(config, items):
         if hasattr(item, "callspec") and item.callspec.params.get("engine") == "blockwise":
             cases.setdefault(item.function, []).append(item)
     left_out = {item for of_one in cases.values() for item in of_one[max(1, len(of_one) // 8) :]}
+    left_out |= {item for item in items if item.get_closest_marker("slow")}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -139,8 +139,8 @@ def test_auto_is_blockwise_where_that_is_faster():
 
     assert largest(512, 512) == 512 * 512
     assert largest(1024, 1024) == 512 * 256
-    # Decoding.
-    assert largest(1, 8192) == 2 * 8192
+    # Decoding: nothing is larger than the keys, (8192, 2), and they are not copied.
+    assert largest(1, 8192) <= 2 * 8192
 
 
 @pytest.mark.parametrize("what", ["gradient", "jvp", "Hessian-vector product"])

@@ -35,6 +35,14 @@ def as_jax_nn_is_written():
         yield
 
 
+def jax_nn(*args, **options):
+    with as_jax_nn_is_written():
+        return jax.nn.dot_product_attention(*args, **options)
+
+
+BOTH = dot_product_attention, jax_nn
+
+
 def seen(shape, mask=True, is_causal=False, query_seq_lengths=None, key_value_seq_lengths=None, local_window_size=None):
     """bool (B, N, T, S): what jax.nn's documentation says that a query may attend to."""
     T, S = shape[-2:]
@@ -201,6 +209,32 @@ def test_has_the_signature_of_jax_nn():
         for f in (dot_product_attention, jax.nn.dot_product_attention)
     )
     assert ours == theirs
+
+
+def test_every_argument_that_jax_nn_documents_is_compared():
+    args = inspect.getdoc(jax.nn.dot_product_attention).partition("\nArgs:\n")[2].partition("\nReturns:\n")[0]
+    compared = {what for _, options in AGREEMENTS.values() for what in options}
+    # The last two have tests of their own.
+    compared |= {"query", "key", "value", "return_residual", "implementation"}
+    assert set(re.findall(r"^  (\w+):", args, re.MULTILINE)) == compared
+
+
+def test_the_example_that_jax_nn_documents():
+    """Of ten tokens, token 6 sees 3 to 8 through a window of (3, 2)."""
+    x = np.zeros((10, 1, 10), np.float32)
+    options = {"local_window_size": (3, 2)}
+    got, theirs = (f(x, x, np.eye(10, dtype=np.float32)[:, None], **options)[6, 0] for f in BOTH)
+    np.testing.assert_array_equal(np.flatnonzero(got), [3, 4, 5, 6, 7, 8])
+    assert_close(got, theirs, "float32")
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_bias_and_mask_may_be_given_by_position_and_the_implementation_by_name(implementation):
+    args = *inputs(), normal(3, B, N, T, S), drawn(B, 1, 1, S) | (np.arange(S) == 0)
+    options = {"scale": 0.5, "is_causal": True, "implementation": implementation, "return_residual": True}
+    (out, residual), (their_out, their_residual) = (f(*args, **options) for f in BOTH)
+    assert_close(out, their_out, "float32")
+    assert_close(residual, their_residual, "float32")
 
 
 def test_implementation_xla_is_what_none_is_on_a_processor_and_cudnn_refuses_what_it_cannot_do():

@@ -1,104 +1,229 @@
 """Times of jattn and its peers, side by side: `make bench`, or `make bench ARGS="long small"` for some tables.
 
 Every row is one question. Its contenders run in turns, so that what slows the machine slows all of them; the medians
-are printed, and how many times faster jattn is than jax.nn. Temporaries are counted by the compiler.
+are printed, and how many times faster jattn is than each peer. jattn and jax.nn run in this process, torch and tokamax
+each in their own (`worker.py`), one call at a time. Temporaries are counted by the compiler where there is one.
 """
 
+import contextlib
+import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jattn
-from jattn import _tile, _visible, masks
+from jattn import _attention, _visible, masks
 
+ROOT = Path(__file__).parents[2]
+PLOT = Path(__file__).with_name("peers.svg")
+SECONDS, TURNS = 3.0, 3  # a row takes at least both
 N, H = 8, 64
 
 
-def arrays(B, T, dtype="float32", S=None, K=N):
-    shapes = (B, T, N, H), (B, S or T, K, H), (B, S or T, K, H)
-    return tuple(jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate(shapes))
+def question(T, **of):
+    """All that a contender needs to know; `worker.py` gets it as JSON."""
+    small = {"B": 1, "S": T, "N": N, "K": of.get("N", N), "H": H, "dtype": "float32", "causal": False}
+    return small | {"T": T, "gradient": False, "window": None, "lengths": None, "implementation": None, "runs": 1} | of
 
 
-def gradient(f):
-    return jax.grad(lambda *x: f(*x).astype(jnp.float32).sum(), (0, 1, 2))
+class Missing(Exception):
+    """A peer that is not there, or cannot do what is asked; it says why."""
 
 
-def compiled(f, x):
-    return jax.jit(f).lower(*x).compile()
+class Here:
+    """A function compiled in this process, with its arrays."""
 
+    def __init__(self, f, x, runs=1):
+        self.f, self.x, self.runs = jax.jit(f).lower(*x).compile(), x, runs
+        self.megabytes = self.f.memory_analysis().temp_size_in_bytes / 1e6
+        jax.block_until_ready(self.f(*x))
 
-def medians(contenders, x, seconds=3.0, least=5):
-    """Milliseconds of each of the compiled `contenders`, run in turns."""
-    times = {name: [] for name in contenders}
-    for f in contenders.values():
-        jax.block_until_ready(f(*x))
-    stop = time.perf_counter() + seconds
-    while time.perf_counter() < stop or min(map(len, times.values())) < least:
-        for name, f in contenders.items():
+    def ms(self):
+        for _ in range(self.runs):
             start = time.perf_counter()
-            jax.block_until_ready(f(*x))
-            times[name].append(1e3 * (time.perf_counter() - start))
+            jax.block_until_ready(self.f(*self.x))
+            last = time.perf_counter() - start
+        return 1e3 * last
+
+
+class Worker:
+    """A process that answers questions with times."""
+
+    def __init__(self, *command):
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        try:
+            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, encoding="utf-8")
+        except OSError as error:
+            raise Missing(str(error)) from error
+        try:
+            self.version = self._answer()["version"]
+        except Missing:
+            self.close()
+            raise
+
+    def close(self):
+        self.process.kill()
+        self.process.communicate()
+
+    def ask(self, r):
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(r) + "\n")
+            self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self):
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "its process ended"}
+        if "error" in answer:
+            raise Missing(answer["error"])
+        return answer
+
+
+class There:
+    """A question to a worker."""
+
+    def __init__(self, worker, r):
+        self.worker, self.r = worker, r
+        temporaries = worker.ask(r)["temp_bytes"]
+        self.megabytes = None if temporaries is None else temporaries / 1e6
+
+    def ms(self):
+        return self.worker.ask(self.r)["ms"]
+
+
+def arrays(r):
+    """query, key, value, and where a part of the keys is used, how many."""
+    shapes = (r["B"], r["T"], r["N"], r["H"]), *2 * [(r["B"], r["S"], r["K"], r["H"])]
+    x = [jax.random.normal(jax.random.key(i), shape).astype(r["dtype"]) for i, shape in enumerate(shapes)]
+    return (*x, *([] if r["lengths"] is None else [jnp.full(r["B"], r["lengths"], jnp.int32)]))
+
+
+def of_jattn(r, **options):
+    def f(q, k, v, *lengths):
+        rules = [masks.causal()] if r["causal"] else []
+        rules += [masks.window(r["window"], 0)] if r["window"] is not None else []
+        rules += [masks.lengths(key=key) for key in lengths]
+        return jattn.attention(q, k, v, *rules, **options)
+
+    return f
+
+
+def of_jax_nn(r):
+    def f(q, k, v, lengths=None):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=r["causal"], key_value_seq_lengths=lengths)
+
+    return f
+
+
+def here(f, r):
+    g = jax.grad(lambda *x: f(*x).astype(jnp.float32).sum(), (0, 1, 2)) if r["gradient"] else f
+    return Here(g, arrays(r), r["runs"])
+
+
+# Which environment a peer lives in, what `worker.py` is told, and what is added to its questions.
+ELSEWHERE = {
+    "torch": (".venv-torch", "torch", {}),
+    "flex_attention": (".venv-torch", "flex", {}),
+    "tokamax xla": (".venv-tokamax", "tokamax", {"implementation": "xla"}),
+    "tokamax xla_chunked": (".venv-tokamax", "tokamax", {"implementation": "xla_chunked"}),
+}
+CONTENDERS = {"jattn": lambda r: here(of_jattn(r), r), "jax.nn": lambda r: here(of_jax_nn(r), r)}
+ALL = "jax.nn", "torch", "tokamax xla", "tokamax xla_chunked"
+QUADRATIC = "jax.nn", "tokamax xla"
+
+
+def started():
+    """Adds the peers that are there to `CONTENDERS`; their versions, and a line for each that is not."""
+    workers, lines = {}, {}
+    for name, (folder, peer, added) in ELSEWHERE.items():
+        try:
+            if peer not in workers:
+                workers[peer] = Worker(ROOT / folder / "bin" / "python", Path(__file__).with_name("worker.py"), peer)
+            worker = workers[peer]
+            CONTENDERS[name] = lambda r, worker=worker, added=added: There(worker, r | added)
+            lines[worker.version] = None
+        except Missing as why:
+            lines[f"no {name} ({why})"] = None
+    return list(lines)
+
+
+def medians(contenders, least=None):
+    """Milliseconds of each contender, run in turns."""
+    times = {name: [] for name in contenders}
+    stop = time.perf_counter() + SECONDS
+    while time.perf_counter() < stop or min(map(len, times.values())) < (least or TURNS):
+        for name, contender in contenders.items():
+            times[name].append(contender.ms())
     return {name: statistics.median(of) for name, of in times.items()}
 
 
-def megabytes(f):
-    return f.memory_analysis().temp_size_in_bytes / 1e6
+@contextlib.contextmanager
+def table(title, *peers):
+    """Prints a head, then a line per question that the function it gives is asked; what went wrong comes last."""
+    peers = [name for name in peers if name in CONTENDERS]
+    counted = ["jattn", *(name for name in peers if name != "torch")]
+    head = ["jattn, ms"]
+    for name in peers:
+        head += [f"{name}, ms", "times faster"]
+    head += [f"{name}, MB" for name in counted]
+    print(f"\n{title}\n\n| | {' | '.join(head)} |\n|{'---|' * (1 + len(head))}", flush=True)
+    missing = {}
+
+    def row(name, r, able=peers, least=None):
+        contenders = {}
+        for peer in ("jattn", *able):
+            try:
+                contenders[peer] = CONTENDERS[peer](r)
+            except Missing as why:
+                missing[peer] = str(why)
+        ms = medians(contenders, least)
+        megabytes = {peer: of.megabytes for peer, of in contenders.items() if of.megabytes is not None}
+        cells = [name, f"{ms['jattn']:.2f}"]
+        for peer in peers:
+            cells += [f"{ms[peer]:.2f}", f"**{ms[peer] / ms['jattn']:.2f}**"] if peer in ms else ["–", "–"]
+        cells += [f"{megabytes[peer]:.0f}" if peer in megabytes else "–" for peer in counted]
+        print(f"| {' | '.join(cells)} |", flush=True)
+        return ms, megabytes
+
+    yield row
+    for peer, why in missing.items():
+        print(f"\nno time of {peer}: {why}")
 
 
-def row(name, ours, theirs, x):
-    """One line: jattn's time and temporaries, those of jax.nn, and the ratio of the times."""
-    both = {"jattn": compiled(ours, x), "jax.nn": compiled(theirs, x)}
-    ms = medians(both, x)
-    print(
-        f"| {name} | {ms['jattn']:.2f} | {ms['jax.nn']:.2f} | **{ms['jax.nn'] / ms['jattn']:.2f}** "
-        f"| {megabytes(both['jattn']):.0f} | {megabytes(both['jax.nn']):.0f} |",
-        flush=True,
-    )
+def both(row, name, r):
+    row(name, r)
+    row(f"{name}, gradient", r | {"gradient": True})
 
 
-def table(title):
-    print(f"\n{title}\n\n| | jattn, ms | jax.nn, ms | times faster | jattn, MB | jax.nn, MB |")
-    print("|---|---|---|---|---|---|")
+def long(T=4096):
+    with table(f"T = S = {T}, 1 batch, 8 heads, H = 64", *ALL) as row:
+        for dtype in ("float32", "bfloat16"):
+            both(row, dtype, question(T, dtype=dtype))
+            both(row, f"{dtype}, causal", question(T, dtype=dtype, causal=True))
 
 
-def peers(mask=None, **options):
-    theirs = {"is_causal": True} if mask is not None else {}
-    return lambda *x: jattn.attention(*x, mask, **options), lambda *x: jax.nn.dot_product_attention(*x, **theirs)
+def small(batches=(1, 8, 64), lengths=(16, 64, 128, 256, 512, 1024)):
+    title = "Short sequences, 8 heads, H = 64, float32; the last of three runs in each turn"
+    with table(title, "jax.nn", "torch") as row:
+        for B in batches:
+            for T in lengths:
+                # More would need gigabytes for jax.nn's logits.
+                if B * T <= 16384:
+                    both(row, f"B = {B}, T = {T}", question(T, B=B, runs=3))
 
 
-def pair(name, x, mask=None):
-    ours, theirs = peers(mask)
-    row(name, ours, theirs, x)
-    row(f"{name}, gradient", gradient(ours), gradient(theirs), x)
-
-
-def long():
-    table("T = S = 4096, 1 batch, 8 heads, H = 64")
-    for dtype in ("float32", "bfloat16"):
-        x = arrays(1, 4096, dtype)
-        pair(dtype, x)
-        pair(f"{dtype}, causal", x, masks.causal())
-
-
-def small():
-    table("Short sequences, 8 heads, H = 64, float32")
-    for B in (1, 8, 64):
-        for T in (16, 64, 128, 256, 512, 1024):
-            # More would need gigabytes for jax.nn's logits.
-            if B * T <= 16384:
-                pair(f"B = {B}, T = {T}", arrays(B, T))
-
-
-def sparse():
+def sparse(T=4096, longer=16384):
     """What a mask costs, as a share of all pairs: it should be the share of the tiles that hold a visible pair."""
-    T = 4096
     ids = jnp.arange(T, dtype=jnp.int32)[None] // (T // 8)
-    x = (*arrays(1, T), ids, jnp.array([T // 4], jnp.int32))
+    x = (*arrays(question(T)), ids, jnp.array([T // 4], jnp.int32))
     rules = {
         "all pairs": lambda ids, length: None,
         "causal, 1/2": lambda ids, length: masks.causal(),
@@ -110,60 +235,136 @@ def sparse():
     def f(rule):
         return lambda q, k, v, *traced: jattn.attention(q, k, v, rule(*traced), method="blockwise")
 
-    ms = medians({name: compiled(f(rule), x) for name, rule in rules.items()}, x)
+    ms = medians({name: Here(f(rule), x) for name, rule in rules.items()})
     print(f"\nMasks, T = S = {T}, 8 heads, H = 64, float32\n\n| | ms | share of all pairs' time |\n|---|---|---|")
     for name, t in ms.items():
-        print(f"| {name} | {t:.1f} | {t / ms['all pairs']:.3f} |")
+        print(f"| {name} | {t:.1f} | {t / ms['all pairs']:.3f} |", flush=True)
+
+    r = question(longer)
+    full, window = here(of_jattn(r, method="blockwise"), r), r | {"window": 255}
+    contenders = {"all pairs": full, "window(255, 0)": here(of_jattn(window, method="blockwise"), window)}
+    try:
+        contenders["window(255, 0), flex_attention"] = CONTENDERS["flex_attention"](window)
+        without = None
+    except (KeyError, Missing) as why:
+        without = f"\nno time of flex_attention: {why}"
+    ms = medians(contenders)
+    tiles = _attention._BLOCKWISE["cpu"][1]
+    first = [np.arange(0, longer, tile) for tile in tiles]
+    t, s = first[0][:, None], first[1]
+    visible = (s < t + tiles[0]) & (s + tiles[1] > t - 255)
+    print(f"\nT = S = {longer}: {100 * visible.mean():.1f} % of the tiles hold a pair of window(255, 0)\n")
+    print("| | ms | share of all pairs' time |\n|---|---|---|")
+    for name, time_ in ms.items():
+        print(f"| {name} | {time_:.1f} | {time_ / ms['all pairs']:.3f} |", flush=True)
+    if without:
+        print(without)
 
 
-def decode():
-    table("One query, B = 8, N = 8, K = 2, S = 8192, float32")
-    x = arrays(8, 1, S=8192, K=2)
-    ours, theirs = peers()
-    row("a whole cache", ours, theirs, x)
-    one_pass = jax.jit(lambda q, k, v: k.sum() + v.sum())
-    print(f"\nOne pass over keys and values: {medians({'pass': one_pass}, x)['pass']:.2f} ms")
+def decode(S=8192, capacity=65536, used=1024):
+    title = (
+        "One query, B = 8, N = 8, K = 2, float32. A contender that writes big copies leaves the caches dirty for the "
+        "next: each runs three times in its turn, and the last is timed. torch gets lengths as a bool mask"
+    )
+    r = question(1, B=8, K=2, S=S, runs=3)
+    with table(title, "jax.nn", "torch") as row:
+        row(f"a whole cache, S = {S}", r)
+        row(f"a cache of {capacity}, {used} used", r | {"S": capacity, "lengths": used})
+    one_pass = Here(lambda q, k, v: k.sum() + v.sum(), arrays(r), 3)
+    print(f"\nOne pass over keys and values, S = {S}: {medians({'pass': one_pass})['pass']:.2f} ms", flush=True)
 
 
-def isolation():
+def isolation(T=2048):
     """What it costs that what is not visible is not read: against products and peaks that do read it."""
-    x = arrays(1, 2048)
-    print("\nIsolation of bad keys, T = S = 2048, float32: time with it / time without\n")
-    for name, mask in (("no mask", None), ("causal", masks.causal())):
-        f = {method: peers(mask, method=method)[0] for method in ("dense", "blockwise")}
-        kept = {method: compiled(of, x) for method, of in f.items()}
+    print(f"\nIsolation of bad keys, T = S = {T}, float32: time with it / time without\n")
+    for name, r in (("no mask", question(T)), ("causal", question(T, causal=True))):
+        methods = "dense", "blockwise"
+        kept = {method: here(of_jattn(r, method=method), r) for method in methods}
         with _unguarded():
-            bare = {f"{method}, bare": compiled(lambda *x, of=of: of(*x), x) for method, of in f.items()}
-        ms = medians(kept | bare, x, seconds=6)
-        print(*(f"{name}, {method}: {ms[method] / ms[f'{method}, bare']:.3f}" for method in f), sep="\n")
+            bare = {f"{method}, bare": here(of_jattn(r, method=method), r) for method in methods}
+        ms = medians(kept | bare)
+        print(*(f"{name}, {method}: {ms[method] / ms[f'{method}, bare']:.3f}" for method in methods), sep="\n")
 
 
 class _unguarded:
-    """Products that read whatever there is, and no search for what is not finite."""
+    """Products that read whatever there is."""
 
     def __enter__(self):
         jax.clear_caches()
-        self.was = _visible._rank_2, _tile.spoils
-        guarded = self.was[0]
+        self.was = _visible._product, _visible.shown
 
-        def bare(spec, rounded, x, y, visible=None):
-            out = guarded(spec, rounded, x, y)
+        def bare(spec, x, y, visible, operands):
+            letters = _visible._LETTERS[spec]
+            precision = _visible.precision(x.dtype)
+            out = jnp.einsum(f"{letters[0]},{letters[1]}->{letters[2]}", x, y, precision=precision)
             return jnp.where(visible, out, 0) if visible is not None and spec == _visible._SCORES else out
 
-        _visible._rank_2 = bare
-        _tile.spoils = lambda *arrays: jnp.zeros(arrays[0].shape[0], arrays[0].dtype)
+        _visible._product, _visible.shown = bare, lambda x: x
 
     def __exit__(self, *error):
-        _visible._rank_2, _tile.spoils = self.was
+        _visible._product, _visible.shown = self.was
         jax.clear_caches()
 
 
-TABLES = {f.__name__: f for f in (long, small, sparse, decode, isolation)}
+def growth(lengths=(512, 1024, 2048, 4096, 8192, 16384), quadratic=8192, path=PLOT):
+    """Time and memory as T grows, and their plot. Beyond `quadratic` only peers that need no T x S logits go on."""
+    peers = [name for name in ALL if name in CONTENDERS]
+    lines = {}
+    with table("As T = S grows, 1 batch, 8 heads, H = 64, float32", *peers) as row:
+        for T in lengths:
+            for gradient in (False, True):
+                able = [name for name in peers if T <= quadratic or name not in QUADRATIC]
+                name = f"T = {T}, gradient" if gradient else f"T = {T}"
+                ms, megabytes = row(name, question(T, gradient=gradient), able, least=1 if T > 8192 else None)
+                for what, of in (("milliseconds", ms), ("megabytes of temporaries", megabytes)):
+                    for peer, y in of.items():
+                        lines.setdefault(what, {}).setdefault((peer, gradient), []).append((T, y))
+    plot(lines, path)
+
+
+# Okabe and Ito's colours, which the colour-blind tell apart, in an order that no new peer changes.
+LOOKS = {
+    "jattn": ("#0072B2", "o"),
+    "jax.nn": ("#E69F00", "s"),
+    "torch": ("#D55E00", "^"),
+    "tokamax xla": ("#009E73", "D"),
+    "tokamax xla_chunked": ("#CC79A7", "v"),
+}
+
+
+def plot(lines, path):
+    """Draws `lines`, {panel: {(peer, gradient): [(T, y)]}}, to be read on white and on black."""
+    try:
+        import matplotlib  # pyright: ignore[reportMissingImports]: an extra
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]: an extra
+    except ImportError:
+        return print("\nno plot: matplotlib is not installed; it comes with the extra `notebooks`")
+    grey = "#808080"
+    colours = {f"{what}.color": grey for what in ("text", "xtick", "ytick")} | {"axes.labelcolor": grey}
+    fixed = {"svg.fonttype": "none", "svg.hashsalt": "jattn", "font.size": 9, "axes.edgecolor": grey}
+    with matplotlib.rc_context(colours | fixed):
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        for axes, (what, of) in zip(figure.subplots(1, len(lines)), lines.items(), strict=True):
+            for (peer, gradient), points in of.items():
+                colour, marker = LOOKS[peer]
+                label = None if gradient else peer
+                style = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.2}
+                axes.plot(*zip(*points, strict=True), "--" if gradient else "-", label=label, **style)
+            ticks = sorted({T for points in of.values() for T, _ in points})
+            axes.set(xscale="log", yscale="log", xlabel="T = S", title=what, facecolor="none")
+            axes.set_xticks(ticks, map(str, ticks))
+            axes.set_xticks([], minor=True)
+            axes.grid(color=grey, alpha=0.25, linewidth=0.5)
+            axes.legend(frameon=False, title="forward; dashed: gradient")
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+    print(f"\nplot: {path}")
+
+
+TABLES = {f.__name__: f for f in (long, small, sparse, decode, isolation, growth)}
 
 if __name__ == "__main__":
-    print(
-        f"Python {platform.python_version()}, jax {jax.__version__}, {jax.default_backend()}, "
-        f"{os.cpu_count()} cores, {platform.machine()}. Medians of runs in turns."
-    )
+    versions = f"Python {platform.python_version()}", f"jax {jax.__version__}", *started()
+    machine = f"{jax.default_backend()}, {os.cpu_count()} cores, {platform.machine()}"
+    print(f"{', '.join(versions)}; {machine}. Medians of runs in turns.", flush=True)
     for name in sys.argv[1:] or TABLES:
         TABLES[name]()

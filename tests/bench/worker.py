@@ -1,0 +1,132 @@
+"""A process that one peer runs in, with a Python of its own: `python tests/bench/worker.py torch|flex|tokamax`.
+
+It first says which version it is. Then each line of its input is a request in JSON, a question of `peers.py`, and is
+answered with a line: {"ms": of one call, "temp_bytes": or null}, or {"error": why there is none}. The first request of
+its kind is prepared: arrays, compilation, one call to warm up. Of `runs` calls only the last is timed.
+"""
+
+import functools
+import json
+import os
+import sys
+import time
+
+
+def _torch():
+    import torch  # pyright: ignore[reportMissingImports]: the environment of this project has none
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    return torch
+
+
+def _torch_arrays(torch, r):
+    shapes = (r["B"], r["N"], r["T"], r["H"]), *2 * [(r["B"], r["K"], r["S"], r["H"])]
+    return [torch.randn(shape).to(getattr(torch, r["dtype"])).requires_grad_(r["gradient"]) for shape in shapes]
+
+
+def torch():
+    """scaled_dot_product_attention on contiguous (B, N, T, H)."""
+    torch = _torch()
+
+    def prepared(r):
+        x = _torch_arrays(torch, r)
+        mask = None if r["lengths"] is None else (torch.arange(r["S"]) < r["lengths"]).expand(r["B"], 1, r["T"], r["S"])
+
+        def call():
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *x, attn_mask=mask, is_causal=r["causal"], enable_gqa=r["K"] < r["N"]
+            )
+            return torch.autograd.grad(out.float().sum(), x) if r["gradient"] else out
+
+        return call, None
+
+    return f"torch {torch.__version__}", prepared
+
+
+def flex():
+    """flex_attention, compiled, with a mask of blocks for a window; it needs a C++ compiler."""
+    torch = _torch()
+    from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]: as above
+        create_block_mask,
+        flex_attention,
+    )
+
+    def prepared(r):
+        x, left = _torch_arrays(torch, r), r["window"]
+        window = create_block_mask(lambda b, n, t, s: (s <= t) & (t - s <= left), None, None, r["T"], r["S"], "cpu")
+        compiled = torch.compile(flex_attention)
+        return lambda: compiled(*x, block_mask=window, enable_gqa=r["K"] < r["N"]), None
+
+    return f"torch {torch.__version__}", prepared
+
+
+def tokamax():
+    import jax
+    import jax.numpy as jnp
+    import tokamax  # pyright: ignore[reportMissingImports]: as above
+
+    def prepared(r):
+        shapes = (r["B"], r["T"], r["N"], r["H"]), *2 * [(r["B"], r["S"], r["K"], r["H"])]
+        x = [jax.random.normal(jax.random.key(i), shape).astype(r["dtype"]) for i, shape in enumerate(shapes)]
+        options = {"is_causal": r["causal"], "implementation": r["implementation"]}
+
+        def f(*x):
+            return tokamax.dot_product_attention(*x, **options)
+
+        if r["gradient"]:
+            f = jax.grad(lambda *x: tokamax.dot_product_attention(*x, **options).astype(jnp.float32).sum(), (0, 1, 2))
+        compiled = jax.jit(f).lower(*x).compile()
+        temporaries = compiled.memory_analysis().temp_size_in_bytes
+        return lambda: jax.block_until_ready(compiled(*x)), temporaries
+
+    return f"tokamax {_version('tokamax')} (jax {jax.__version__})", prepared
+
+
+def _version(package):
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "?"
+
+
+def _reason(error):
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def main(peer):
+    # What libraries print must not look like an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**fields):
+        print(json.dumps(fields), file=answers, flush=True)
+
+    try:
+        version, prepared = {"torch": torch, "flex": flex, "tokamax": tokamax}[peer]()
+    except Exception as error:
+        return answer(error=_reason(error))
+    answer(version=version)
+
+    @functools.lru_cache(2)  # two implementations of one peer take turns; older arrays are let go
+    def warm(line):
+        r = json.loads(line)
+        call, temporaries = prepared(r)
+        call()
+        return call, temporaries, r["runs"]
+
+    for line in sys.stdin:
+        try:
+            call, temporaries, runs = warm(line)
+            for _ in range(runs):
+                start = time.perf_counter()
+                call()
+                ms = 1e3 * (time.perf_counter() - start)
+            answer(ms=ms, temp_bytes=temporaries)
+        except Exception as error:
+            answer(error=_reason(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
