@@ -1,13 +1,14 @@
 """Assertions for your own tests: which inputs of a function may reach which of its outputs, whole models included.
 
-A probe is a set of outputs and a set of inputs that must not reach them. It is tried with derivatives at `x`, in each
-mode that `fn` has: random cotangents on all its outputs, random tangents on all its inputs. And it is tried with
-values: NaN, infinities, the largest numbers and other numbers in all its inputs must leave its outputs the same to the
+A probe is a set of outputs and a set of inputs that must not reach them. It is tried by derivatives at `x`, in each
+mode that the function has: cotangents on all its outputs, tangents on all its inputs, random ones. And it is tried by
+values: NaN, infinities, the largest numbers and other numbers in all its inputs must leave its outputs the same, to the
 bit.
 
-The probe of an output t has all inputs that t may not see, and all outputs that may see no more than t: under a causal
-mask, all inputs after t and all outputs up to t, so it shows whatever crosses t. Probes of all different rows of the
-mask show everything. Fewer do not: what an output must not see of an input is covered by what others may see of it.
+The probe of an output t has all inputs that t may not see, and all outputs that may see no more than t does: under a
+causal mask, all inputs after t and all outputs up to t. So it shows whatever crosses t. With one for each different row
+of the mask every pair is tried. Fewer cannot do it: what an output must not get from an input is lost in what others
+may.
 """
 
 from collections.abc import Callable
@@ -29,14 +30,14 @@ def assert_causal(fn, x, axis=0):
     """Asserts that no output of a function depends on inputs after it, and that outputs do depend on inputs.
 
     Up to T = 64 every pair of positions is tried. From there on 16 positions are: the first, the last two, the last of
-    each eighth, and random ones, the same in every run. What depends on a later input shows if one of the 16 is between
-    the two, so a single pair of neighbours can be missed: try a short sequence too. For each position that is tried,
-    `fn` runs some ten times, compiled.
+    each eighth, and random ones, the same in every run. Then input s is seen to reach output t if one of the 16, p, has
+    t <= p < s; what reaches from one position to the next only there or here can escape, so try a short sequence too.
+    For each position that is tried, the function runs some ten times, compiled.
 
     Args:
         fn: a function of `x` alone that `jax.jit` can compile; close over parameters. It returns floating arrays in
-            any pytree, each with T positions on `axis`. A mode of differentiation that JAX has not for it is left out
-            (forward for a `jax.custom_vjp`, reverse for a `jax.lax.while_loop`).
+            any pytree, each with T positions on `axis`. A mode of differentiation that JAX does not have for it is left
+            out: forward for a `jax.custom_vjp`, reverse for a `jax.lax.while_loop`.
         x: arrays in any pytree, each with T positions on `axis`. Floating arrays are tried with derivatives and with
             values. Integers, such as token ids, and booleans have no derivatives and are tried with others between the
             least and the greatest of their array; if all are the same, with one beside it.
@@ -46,11 +47,10 @@ def assert_causal(fn, x, axis=0):
         AssertionError: a derivative of an output to a later input is not exactly 0, or other values there change the
             output. The message names the first such output and its first such input, the size, and what showed it. Or
             nothing put into `x` changes an output, although an earlier output changes, or no output changes. (The first
-            outputs may be constant: a model that shifts its inputs sees nothing there.)
+            outputs may be constant: a model that shifts its inputs sees nothing there. To see something is enough.)
         ValueError: a shape disagrees with the above, or `fn(x)` has a NaN, which hides what it depends on.
         TypeError: `fn` is not a function, or an array has another dtype or is traced.
-
-    JAX's own error comes for a function that has neither mode.
+        Exception: JAX's own, for a function that has neither mode.
 
     Example:
         >>> x = jnp.array([[1.0], [2.0], [4.0], [8.0]])
@@ -74,9 +74,9 @@ def assert_causal(fn, x, axis=0):
 def assert_visible(fn, x, mask, axis=0):
     """Asserts that outputs of a function depend on inputs that they may see, and on no others.
 
-    Where up to 64 rows of the mask are different, every pair of positions is tried. Otherwise 16 of the different rows
-    are: the first, the last two, the last of each eighth, and random ones, the same in every run. With a row, all
-    outputs are tried that may see no more. For each row that is tried, `fn` runs some ten times, compiled.
+    Where the mask has up to 64 different rows, every pair of positions is tried. Where it has more, 16 of these are: the
+    first, the last two, the last of each eighth, and random ones, the same in every run. The row of an output is tried
+    on all outputs that may see no more. For each row that is tried, the function runs some ten times, compiled.
 
     Axes: T_out positions of the output, T_in of the input.
 

@@ -429,6 +429,13 @@ def test_a_leak_across_a_position_that_is_tried_is_found(pair):
 
 
 def test_a_mask_of_few_different_rows_is_tried_whole():
+    mask = np.ones((300, 300), bool)
+    mask[177, 203] = False
+    message = leak(testing.assert_visible, lambda x: x + x.sum(), normal(300), mask)
+    assert message == dependence(177, 203, "a derivative of 1 (reverse mode).")
+
+
+def test_a_row_is_tried_on_all_outputs_that_may_see_no_more():
     ids = np.repeat([1, 2, 3], 100)
     mask = masks.segments(jnp.asarray(ids))
     mean = lambda x: jnp.stack([x[ids == i].mean() for i in (1, 2, 3)])[ids - 1]  # noqa: E731
