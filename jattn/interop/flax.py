@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 
 from jattn import _attention, _checks, biases, masks
+from jattn._debug_check import debug_check
 from jattn._multihead import MultiHead, checked
 
 _WHO = "flax_attention_fn"
@@ -159,7 +159,7 @@ def _boolean(mask):
             raise TypeError(f"{_WHO}: {must}, got {others[0]}. Scores that are added go in `bias`.")
         return mask != 0, True
     valid = ((mask == 0) | (mask == 1)).all()
-    checkify.debug_check(valid, f"{_WHO}: {must}.")
+    debug_check(valid, f"{_WHO}: {must}.")
     return mask != 0, valid
 
 
