@@ -74,9 +74,9 @@ def assert_causal(fn, x, axis=0):
 def assert_visible(fn, x, mask, axis=0):
     """Asserts that outputs of a function depend on inputs that they may see, and on no others.
 
-    Where the mask has up to 64 different rows, every pair of positions is tried. Where it has more, 16 of these are: the
-    first, the last two, the last of each eighth, and random ones, the same in every run. The row of an output is tried
-    on all outputs that may see no more. For each row that is tried, the function runs some ten times, compiled.
+    Where the mask has up to 64 different rows, every pair of positions is tried. Where it has more, 16 of these are:
+    the first, the last two, the last of each eighth, and random ones, the same in every run. The row of an output is
+    tried on all outputs that may see no more. For each row that is tried, the function runs some ten times, compiled.
 
     Axes: T_out positions of the output, T_in of the input.
 
