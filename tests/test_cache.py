@@ -255,11 +255,10 @@ def test_rotary_turns_new_tokens_by_their_positions_in_the_sequence():
 
 
 def test_dropout_drops_the_pairs_that_attention_drops():
-    engine = {"method": "blockwise", "block_size": (8, 8)}
-    options = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(3)}
+    options = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(3), "method": "dense"}
     query, key, value = inputs(SIZES)
-    got, _ = cached_attention(query, key, value, empty(), **options, **engine)
-    assert_close(got, attention(query, key, value, masks.causal(), **options, **engine))
+    got, _ = cached_attention(query, key, value, empty(), **options)
+    assert_close(got, attention(query, key, value, masks.causal(), **options))
     assert np.abs(got - reference.attention(query, key, value, CAUSAL).out).max() > 0.1
 
 
@@ -550,7 +549,7 @@ def test_gradients_through_cached_chunks_are_those_of_the_whole_sequence(rolling
     mask = masks.causal() & masks.window(3, 0)
     cotangent = normal(9, B, S, N, D)
 
-    def through(query, key, value, slopes, cuts=(0, 2, 4, 6, 7)):
+    def through(query, key, value, slopes, cuts=(0, 3, 7)):
         cache, outs = garbage(empty(4, rolling=True) if rolling else empty()), []
         for i, j in itertools.pairwise(cuts):
             chunk = (x[:, i:j] for x in (query, key, value))

@@ -1889,10 +1889,10 @@ CASES = {
 
 # What waits, and for what.
 ELSEWHERE = {
-    "C51": "The same through a `Cache`, which is not there yet.",
-    "C53": "The same through a `Cache`, which is not there yet.",
-    "C54": "Writing past the capacity of a `Cache`, which is not there yet.",
-    "C83": "A decode loop through a `Cache`, which is not there yet.",
+    "C51": "The same through a `Cache`: tests/test_cache.py.",
+    "C53": "The same through a `Cache`: tests/test_cache.py.",
+    "C54": "Writing past the capacity of a `Cache`: tests/test_cache.py.",
+    "C83": "A decode loop through a `Cache`: tests/test_cache.py.",
     "C84": "The memory of the blockwise engine, which its own tests measure.",
 }
 
