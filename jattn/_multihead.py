@@ -92,9 +92,9 @@ def init_multihead(rng, features, N, K=None, H=None, D=None, *, dtype: Any = jnp
         ((8, 4, 2), (8, 2, 2), (4, 2, 8))
     """
     who = "init_multihead"
-    given = {"features": features, "N": N} | {k: n for k, n in {"K": K, "H": H, "D": D}.items() if n is not None}
-    for what, n in given.items():
-        _checks.size(who, what, n, 1)
+    for what, n in (("features", features), ("N", N), ("K", K), ("H", H), ("D", D)):
+        if n is not None:
+            _checks.size(who, what, n, 1)
     K = N if K is None else K
     if N % K:
         raise ValueError(f"{who}: N = {N} query heads is not a multiple of K = {K} key/value heads.")

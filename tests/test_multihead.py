@@ -443,7 +443,6 @@ INITS = {
         "N = 6 query heads is not a multiple of K = 4 key/value heads.",
     ),
     "no heads": ((12, 0), {}, ValueError, "N must be an int >= 1, got 0."),
-    "heads that are not given": ((12, None), {}, ValueError, "N must be an int >= 1, got None."),
     "a fractional size": ((12, 4, 2, 1.5), {}, ValueError, "H must be an int >= 1, got 1.5."),
     "no features": ((0, 4, 2, 2), {}, ValueError, "features must be an int >= 1, got 0."),
     "integers": ((12, 4), {"dtype": np.int32}, TypeError, "dtype must be floating, got int32."),
@@ -528,11 +527,6 @@ ERRORS = {
         lambda p, x: {"context": x, "key_positions": np.zeros((3, 5), int), "rotary": rotary},
         ValueError,
         "key_positions must be (*B, S) = (2, 5), got (3, 5).",
-    ),
-    "a mask in place of the context": (
-        lambda p, x: {"context": masks.causal()},
-        TypeError,
-        "context must be an array, got Mask.",
     ),
     "a padding mask of rank 2": (
         lambda p, x: {"mask": np.ones((B, T), bool)},
