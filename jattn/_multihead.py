@@ -92,15 +92,16 @@ def init_multihead(rng, features, N, K=None, H=None, D=None, *, dtype: Any = jnp
         ((8, 4, 2), (8, 2, 2), (4, 2, 8))
     """
     who = "init_multihead"
-    features, N = (_checks.size(who, what, n, 1) for what, n in (("features", features), ("N", N)))
-    K = N if K is None else _checks.size(who, "K", K, 1)
+    for what, n in (("features", features), ("N", N), ("K", K), ("H", H), ("D", D)):
+        if n is not None:
+            _checks.size(who, what, n, 1)
+    K = N if K is None else K
     if N % K:
         raise ValueError(f"{who}: N = {N} query heads is not a multiple of K = {K} key/value heads.")
     if H is None and features % N:
         raise ValueError(f"{who}: features = {features} is not a multiple of N = {N} heads. Pass H.")
-    H = features // N if H is None else _checks.size(who, "H", H, 1)
-    D = H if D is None else _checks.size(who, "D", D, 1)
-    sizes = {"F": features, "E": features, "N": N, "K": K, "H": H, "D": D, "M": features}
+    H = features // N if H is None else H
+    sizes = {"F": features, "E": features, "N": N, "K": K, "H": H, "D": H if D is None else D, "M": features}
     dtype = _checks.floating(who, "dtype", np.empty((), dtype)).dtype
 
     shapes = MultiHead(*(tuple(sizes[a] for a in axes) for axes in _AXES))

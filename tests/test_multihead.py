@@ -528,11 +528,6 @@ ERRORS = {
         ValueError,
         "key_positions must be (*B, S) = (2, 5), got (3, 5).",
     ),
-    "a mask in place of the context": (
-        lambda p, x: {"context": masks.causal()},
-        TypeError,
-        "context must be an array, got Mask.",
-    ),
     "a padding mask of rank 2": (
         lambda p, x: {"mask": np.ones((B, T), bool)},
         ValueError,
