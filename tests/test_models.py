@@ -202,7 +202,13 @@ def test_a_gguf_file_gives_its_fields_and_numbers(tmp_path):
     path.write_bytes(b"".join(part + bytes(-len(part) % 64) for part in parts))
 
     fields, arrays = smollm2.gguf(path)
-    assert fields == {"general.alignment": 64, "name": "Übung macht den Meister, sagt man", "words": ["a", ""], "epsilon": 0.25, "yes": True}
+    assert fields == {
+        "general.alignment": 64,
+        "name": "Übung macht den Meister, sagt man",
+        "words": ["a", ""],
+        "epsilon": 0.25,
+        "yes": True,
+    }
     np.testing.assert_array_equal(arrays["plain"], plain.astype(np.float32))
     np.testing.assert_array_equal(arrays["small"], small.reshape(2, 32) * 0.5 - 3)
     np.testing.assert_array_equal(arrays["large"], large * 0.5)
@@ -259,9 +265,7 @@ def llama(arrays, ids, sizes):
     for layer in (f"blk.{i}" for i in range(sizes["block_count"])):
         h = normalised(x, f"{layer}.attn_norm")
         heads = {"q": N, "k": K, "v": K}
-        query, key, value = (
-            (h @ array(f"{layer}.attn_{name}").T).reshape(T, n, -1) for name, n in heads.items()
-        )
+        query, key, value = ((h @ array(f"{layer}.attn_{name}").T).reshape(T, n, -1) for name, n in heads.items())
         out = reference.attention(turned(query), turned(key), value, np.tri(T, dtype=bool)).out
         x = x + out.reshape(T, -1) @ array(f"{layer}.attn_output").T
         h = normalised(x, f"{layer}.ffn_norm")
