@@ -8,7 +8,7 @@ import pytest
 from bench import peers
 
 TINY = {
-    "long": {"T": 8},
+    "long": {"T": 8, "dtypes": ["bfloat16"]},
     "small": {"batches": (2,), "lengths": (8,)},
     "sparse": {"T": 16, "longer": 512},
     "decode": {"S": 16, "capacity": 32, "used": 4},

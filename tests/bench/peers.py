@@ -203,9 +203,9 @@ def both(row, name, r):
     row(f"{name}, gradient", r | {"gradient": True})
 
 
-def long(T=4096):
+def long(T=4096, dtypes=("float32", "bfloat16")):
     with table(f"T = S = {T}, 1 batch, 8 heads, H = 64", *ALL) as row:
-        for dtype in ("float32", "bfloat16"):
+        for dtype in dtypes:
             both(row, dtype, question(T, dtype=dtype))
             both(row, f"{dtype}, causal", question(T, dtype=dtype, causal=True))
 
