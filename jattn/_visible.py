@@ -100,8 +100,8 @@ def _varying_alike(*args):
 _LETTERS = {_SCORES: ("th", "sh", "ts"), _MIX: ("ts", "sh", "th"), _SPREAD: ("ts", "th", "sh")}
 
 
-# In how many parts the keys of one query are read where a mask may hide all of one.
-_PARTS = 8
+# In how many parts the keys of one query are read where a mask may hide all of one; and from how many keys on.
+_PARTS, _ENOUGH = 8, 1024
 
 
 # `levels` are the vmaps that the product went through, outermost first: for each, the axis of every operand that it
@@ -157,8 +157,12 @@ def _one_query(x, xs, y, ys, out):
 
 
 def _in_parts(x, xs, y, ys, out, seen):
-    """The same, where some keys are seen, bool (s,): a part of them of which none is seen is not read."""
-    parts = [p for p in np.array_split(np.arange(len(seen)), _PARTS) if len(p)]
+    """The same, where some keys are seen, bool (s,): a part of them of which none is seen is not read.
+
+    XLA:CPU copies a part before it reads it, so that more than half of them are read as a whole.
+    """
+    parts = np.array_split(np.arange(len(seen)), _PARTS)
+    found = [seen[part[0] : part[-1] + 1].any() for part in parts]
 
     def cut(z, names, part):
         return jax.lax.slice_in_dim(z, part[0], part[-1] + 1, axis=names.index("s")) if "s" in names else z
@@ -167,14 +171,15 @@ def _in_parts(x, xs, y, ys, out, seen):
         return _one_query(cut(x, xs, part), xs, cut(y, ys, part), ys, out)
 
     def in_parts():
-        found = []
-        for part in parts:
+        products = []
+        for part, any_seen in zip(parts, found, strict=True):
             of_part = functools.partial(product, part)
             zeros = functools.partial(jax.tree.map, lambda z: jnp.zeros(z.shape, z.dtype), jax.eval_shape(of_part))
-            found.append(jax.lax.cond(seen[part[0] : part[-1] + 1].any(), of_part, zeros))
-        return jnp.concatenate(found, out.index("s")) if "s" in out else sum(found)
+            products.append(jax.lax.cond(any_seen, of_part, zeros))
+        return jnp.concatenate(products, out.index("s")) if "s" in out else sum(products)
 
-    return jax.lax.cond(seen.all(), lambda: _one_query(x, xs, y, ys, out), in_parts)
+    many = 2 * sum(any_seen.astype(np.int32) for any_seen in found) > len(parts)
+    return jax.lax.cond(many, lambda: _one_query(x, xs, y, ys, out), in_parts)
 
 
 def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
@@ -191,34 +196,42 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
     def product(y):
         a, b = (z.astype(jnp.bfloat16) for z in (x, y)) if rounded else (x, y)
         out = [a for a in full if a in xs or a in ys]
-        if form is _one_query and spec != _SPREAD and visible is not None:
+        if form is _one_query and spec != _SPREAD and visible is not None and sizes["s"] >= _ENOUGH:
             product = _in_parts(a, xs, b, ys, out, visible.any(range(visible.ndim - 1)))
         else:
             product = form(a, xs, b, ys, out)
         return jnp.broadcast_to(_arranged(product, out, full), [sizes[a] for a in full])
 
-    def plain(y):
-        return jnp.where(visible, product(y), 0) if spec == _SCORES and visible is not None else product(y)
-
     def bad():
         found = jnp.isnan((y * 0).sum(ys.index("h")))
         return _arranged(found, [a for a in ys if a != "h"], pairs)
 
-    def careful():
-        if spec == _SCORES or visible is None:
-            return plain(shown(y))
-        # Before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it.
-        seen = (visible & bad()).any(-1 if spec == _MIX else -2)
-        return jnp.where(seen[..., None], jnp.nan, product(jnp.where(jnp.isfinite(y), y, 0)))
-
-    if sizes["t"] < sizes["h"]:
-        # For few queries to look costs as much as the product, which is not finite where anything in y is not that it
-        # sums, of weight 0 too. A sum, because XLA:CPU forgets a NaN in a maximum over 4096 numbers or more.
-        out = plain(y)
-        return jax.lax.cond(jnp.isnan((out * 0).sum()), careful, lambda: out)
+    few = sizes["t"] < sizes["h"]
     if spec == _SCORES or visible is None:
-        return careful()
-    return jax.lax.cond(bad().any(), careful, lambda: product(y))
+        out = product(y if few else shown(y))
+        if spec == _SCORES and visible is not None:
+            out = jnp.where(visible, out, 0)
+
+        def careful():
+            found = bad() if spec == _SCORES else bad().any((-1, -2), keepdims=True)
+            found = found if visible is None else found & visible
+            return jnp.where(found, jnp.nan, out)
+
+    else:
+
+        def careful():
+            # Before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it. The barrier
+            # leaves XLA no other way to make the sums of rows that see nothing bad than that of the plain product.
+            seen = (visible & bad()).any(-1 if spec == _MIX else -2)
+            clean = jax.lax.optimization_barrier(jnp.where(jnp.isfinite(y), y, 0))
+            return jnp.where(seen[..., None], jnp.nan, product(clean))
+
+        if not few:
+            return jax.lax.cond(bad().any(), careful, lambda: product(y))
+        out = product(y)
+    # For few queries, to look for what is not finite costs as much as the product. But whatever it sums, with weight 0
+    # too, shows in it. A sum tells, because XLA:CPU forgets a NaN in a maximum over 4096 numbers or more.
+    return jax.lax.cond(jnp.isnan((out * 0).sum()), careful, lambda: out) if few else out
 
 
 def _abstract(*operands, **params):

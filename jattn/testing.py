@@ -107,7 +107,8 @@ def assert_visible(fn, x, mask, axis=0):
         tried = _Tried(who, fn, x, axis, ("T_out", "T_in"))
         visible = _dense(who, mask, tried.outputs.T, tried.inputs.T)
         _, rows = np.unique(np.packbits(visible, axis=1), axis=0, return_index=True)
-        tried.assert_apart(_Probe(~(visible & ~visible[t]).any(1), ~visible[t]) for t in _chosen(np.sort(rows)))
+        apart = ((np.asarray(~(visible & ~visible[t]).any(1)), ~visible[t]) for t in _chosen(np.sort(rows)))
+        tried.assert_apart(_Probe(*both) for both in apart)
         tried.assert_depend(visible.any(1), tried.changes(), "If it may see none, say so in the mask.")
 
 

@@ -791,6 +791,36 @@ def test_a_nan_among_many_numbers_is_shown_by_its_rows_and_read_by_no_other(bad,
             leaves_equal(gradients[name][71:], good_gradients[name][71:])
 
 
+@pytest.mark.parametrize("S", [300, 1500])
+@pytest.mark.parametrize("hides", ["lengths", "array", None])
+def test_one_query_over_many_keys_reads_none_that_is_hidden_and_shows_each_that_is_bad(S, hides):
+    query, key, value = (normal(i, 2, n, h, 16).astype(np.float32) for i, n, h in ((0, 1, 4), (1, S, 2), (2, S, 2)))
+    there = np.random.default_rng(3).random((2, S)) < 0.5 if hides == "array" else np.ones((2, S), bool)
+    if hides == "lengths":
+        there = np.arange(S) < np.array([S // 10, S // 3])[:, None]
+    mask = {"lengths": masks.lengths(key=there.sum(1)), "array": there[:, None, None], None: None}[hides]
+
+    @jax.jit
+    def run(*arrays):
+        result, pull = jax.vjp(lambda *arrays: attention(*arrays, mask, return_stats=True), *arrays)
+        return result, pull(jax.tree.map(jnp.ones_like, result))
+
+    good = run(query, key, value)
+    logits = np.where(there[:, None], np.einsum("bnh,bsnh->bns", query[:, 0], np.repeat(key, 2, 2)) / 4.0, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    expected = np.einsum("bns,bsnd->bnd", weights / weights.sum(-1, keepdims=True), np.repeat(value, 2, 2))
+    assert_close(good[0][0][:, 0], expected, "float32")
+    hidden = [np.where(there[..., None, None], x, bad).astype(np.float32) for x, bad in ((key, np.inf), (value, NAN))]
+    leaves_equal(run(query, *hidden), good)
+    for spoilt, bad in itertools.product((0, 1), (NAN, np.inf, -np.inf)):
+        arrays = [key.copy(), value.copy()]
+        arrays[spoilt][0, np.flatnonzero(there[0])[3], 0, 5] = bad
+        result = run(query, *arrays)[0]
+        for got, was in zip(jax.tree.leaves(result), jax.tree.leaves(good[0]), strict=True):
+            assert np.isnan(got[0, 0, :2]).all()
+            leaves_equal([got[0, 0, 2:], got[1]], [was[0, 0, 2:], was[1]])
+
+
 def test_a_softcap_does_not_hide_an_infinite_key(engine):
     query, key, value = one_head()
     key = key.copy()
