@@ -259,7 +259,8 @@ def _slots_then_new(cache, key, value, new):
     there = jnp.concatenate([(old >= 0) & (old < length), own < length + new[..., None]], -1)
     keys, values = (jnp.concatenate(x, -3) for x in ((cache.key, key), (cache.value, value)))
     # XLA:CPU would join them in every product, which takes five times as long, and copy the ring to write on it.
-    keys, values, cache = jax.lax.optimization_barrier((keys, values, cache))
+    keys, values, *slots = jax.lax.optimization_barrier((keys, values, cache.key, cache.value))
+    cache = cache._replace(key=slots[0], value=slots[1])
     return keys, values, jnp.concatenate([old, own], -1), masks.array(there[..., None, :]), cache
 
 
