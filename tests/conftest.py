@@ -29,6 +29,17 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"Left out without --everything: {left_out}.")
 
 
+def pytest_runtest_teardown(item):
+    # A compiled program is some mappings of memory, of which Linux gives a process 65,530. Without more, LLVM crashes.
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            many = sum(1 for _ in maps) > 30_000
+    except OSError:
+        return
+    if many:
+        jax.clear_caches()
+
+
 def pytest_collection_modifyitems(config, items):
     # Blockwise programs take seconds to compile, and cases beside each other share them: on that engine each test runs
     # its first case and the first eighth of the others, unless all are asked for. So are slow tests.
