@@ -174,10 +174,9 @@ def options(who, options, function, but=()):
 
 
 def size(who, what, x, at_least):
-    """`x`, an int of at least `at_least`."""
+    """Asserts that `x` is an int of at least `at_least`."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < at_least:
         raise _error(ValueError, who, what, f"an int >= {at_least}", repr(x) if known(x) else "a traced array")
-    return int(x)
 
 
 def known(*trees):

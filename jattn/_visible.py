@@ -174,8 +174,8 @@ def _in_parts(x, xs, y, ys, out, seen):
         products = []
         for part, any_seen in zip(parts, found, strict=True):
             of_part = functools.partial(product, part)
-            zeros = functools.partial(jax.tree.map, lambda z: jnp.zeros(z.shape, z.dtype), jax.eval_shape(of_part))
-            products.append(jax.lax.cond(any_seen, of_part, zeros))
+            like = jax.eval_shape(of_part)
+            products.append(jax.lax.cond(any_seen, of_part, functools.partial(jnp.zeros, like.shape, like.dtype)))
         return jnp.concatenate(products, out.index("s")) if "s" in out else sum(products)
 
     many = 2 * sum(any_seen.astype(np.int32) for any_seen in found) > len(parts)
@@ -197,10 +197,10 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
         a, b = (z.astype(jnp.bfloat16) for z in (x, y)) if rounded else (x, y)
         out = [a for a in full if a in xs or a in ys]
         if form is _one_query and spec != _SPREAD and visible is not None and sizes["s"] >= _ENOUGH:
-            product = _in_parts(a, xs, b, ys, out, visible.any(range(visible.ndim - 1)))
+            found = _in_parts(a, xs, b, ys, out, visible.any(range(visible.ndim - 1)))
         else:
-            product = form(a, xs, b, ys, out)
-        return jnp.broadcast_to(_arranged(product, out, full), [sizes[a] for a in full])
+            found = form(a, xs, b, ys, out)
+        return jnp.broadcast_to(_arranged(found, out, full), [sizes[a] for a in full])
 
     def bad():
         found = jnp.isnan((y * 0).sum(ys.index("h")))
@@ -286,6 +286,6 @@ _product_p.def_abstract_eval(_abstract)
 batching.primitive_batchers[_product_p] = _batch
 ad.primitive_jvps[_product_p] = _jvp
 ad.primitive_transposes[_product_p] = _transpose
-mlir.register_lowering(_product_p, mlir.lower_fun(_whole, multiple_results=False))
-on_cpu = functools.partial(_whole, on_cpu=True)
-mlir.register_lowering(_product_p, mlir.lower_fun(on_cpu, multiple_results=False), platform="cpu")
+for _platform in (None, "cpu"):
+    _lowered = functools.partial(_whole, on_cpu=_platform == "cpu")
+    mlir.register_lowering(_product_p, mlir.lower_fun(_lowered, multiple_results=False), platform=_platform)

@@ -6,7 +6,9 @@ each in their own (`worker.py`), one call at a time. Temporaries are counted by 
 """
 
 import contextlib
+import functools
 import json
+import operator
 import os
 import platform
 import statistics
@@ -111,7 +113,7 @@ def of_jattn(r, **options):
         rules = [masks.causal()] if r["causal"] else []
         rules += [masks.window(r["window"], 0)] if r["window"] is not None else []
         rules += [masks.lengths(key=key) for key in lengths]
-        return jattn.attention(q, k, v, *rules, **options)
+        return jattn.attention(q, k, v, functools.reduce(operator.and_, rules) if rules else None, **options)
 
     return f
 
