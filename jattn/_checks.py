@@ -173,6 +173,17 @@ def options(who, options, function, but=()):
             raise TypeError(f"{who}: {name!r} is no option. There are {', '.join(names)}.")
 
 
+def random_key(who, what, x, hint=""):
+    """`x`, one random key, as an array of words, uint32."""
+    x = array(who, what, x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        shape(who, what, x, (), {}, hint=hint)
+        x = jax.random.key_data(x)
+    if x.dtype != np.uint32 or x.ndim != 1:
+        raise _error(TypeError, who, what, "a random key, from jax.random.key", f"{x.dtype}{tupled(x.shape)}")
+    return x
+
+
 def size(who, what, x, at_least):
     """Asserts that `x` is an int of at least `at_least`."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < at_least:

@@ -57,7 +57,7 @@ def _kernel(query, key, value, *, scale, is_causal, implementation="cudnn"):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def attend(exact, scale, causal, query, key, value):
-    """(*B, T, N, H), given `exact(query, key, value, mask, scale=...)`, which keeps the contract whatever it is given."""
+    """(*B, T, N, H), given `exact(query, key, value, mask, scale=...)`, which keeps the contract with any numbers."""
     return _attend(exact, scale, causal, query, key, value)
 
 
