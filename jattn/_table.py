@@ -68,7 +68,7 @@ _QUERIES, _KEYS, _WEIGHTS, _FEATURES = 12, 16, 8, 3
 
 
 def of_query(trace, query, tokens):
-    """The steps of one query of a Trace: a line for each key, named by `tokens`, S texts or None, and the sums below."""
+    """The steps of one query of a Trace: a line for each key, named by `tokens` if there are any, and sums below."""
     row = _row(trace, query)
     S, D = row["value"].shape
     # What has made a row NaN comes first.
@@ -123,7 +123,9 @@ def of_queries(trace, tokens=None, key_tokens=None):
     for i, row in enumerate(rows):
         numbers = [row["peak"], row["total"], row["entropy"], *row["weights"][keys]]
         numbers += [row["share"] - row["weights"][keys].sum()] * (len(keys) < S)
-        lines.append([_named(i, tokens) + " (empty)" * (not row["visible"].any()), *map(number, numbers), _some(row["out"])])
+        lines.append(
+            [_named(i, tokens) + " (empty)" * (not row["visible"].any()), *map(number, numbers), _some(row["out"])]
+        )
     others = number(np.asarray(trace.weights)[len(rows) :].sum())
     notes = [f"{T - len(rows)} of {T} queries are left out. Their weights sum to {others}."] * (len(rows) < T)
     empty = T - int(np.asarray(trace.visible).any(1).sum())

@@ -68,7 +68,7 @@ function number(x, expected = false) {
 
 if (typeof module !== "undefined") module.exports = { attendRow, softmaxIn, half, number };
 
-// The page: a state, what it computes, and one function that draws it all.
+// The page: a state, and what draws it.
 
 function start() {
   const $ = (id) => document.getElementById(id);
@@ -140,8 +140,6 @@ function start() {
     const here = place(one.queries[state.query])[axis];
     state.move[axis] = Math.min(Math.max(to, -bound), bound) - here;
   }
-
-  // Drawing
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const short = (text, n = 12) => (text.length > n ? text.slice(0, n - 1) + "…" : text);
@@ -237,7 +235,7 @@ function start() {
     return out;
   }
 
-  /** Points, larger with more weight, and an arrow, all along two axes. */
+  /** Points, larger with more weight, and an arrow. */
   function drawPlane(picture, points, axes, arrow, name, far) {
     const weights = rows[state.query].weights;
     const along = (x) => axes.map((axis) => dot(x, axis));
@@ -328,16 +326,16 @@ function start() {
         number(stable.weights[best])];
     });
     $("best").textContent = named(best, keyTokens);
-    $("precision").tBodies[0].replaceChildren(...lines.map((texts) => {
-      const line = document.createElement("tr");
-      line.append(...texts.map((text, k) => {
-        const out = document.createElement(k ? "td" : "th");
-        out.textContent = text;
-        if (text.includes("!")) out.className = "bad";
-        return out;
-      }));
-      return line;
-    }));
+    const body = $("precision").tBodies[0];
+    body.replaceChildren();
+    for (const texts of lines) {
+      const line = body.insertRow();
+      for (const text of texts) {
+        const cell = line.insertCell();
+        cell.textContent = text;
+        cell.className = text.includes("!") ? "bad" : "";
+      }
+    }
   }
 
   const sliders = [$("move-0"), $("move-1")];
@@ -356,8 +354,6 @@ function start() {
       $(`at-${axis}`).textContent = number(here[axis]);
     });
   }
-
-  // What the reader does
 
   const option = (text, value) => Object.assign(document.createElement("option"), { textContent: text, value });
   const group = (h) => (N === K ? "" : ` (key head ${Math.floor(h / (N / K))})`);
