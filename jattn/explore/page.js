@@ -156,7 +156,7 @@ function start() {
     drawPlane($("plane"), one.keys, one.axes, moved(state.query), "query", bound);
     if (D === 2) {
       const far = 1.2 * Math.max(...one.values.flat().filter(Number.isFinite).map(Math.abs)) || 1;
-      drawPlane($("value-plane"), one.values, [[1, 0], [0, 1]], rows[state.query].out, "output", far);
+      drawPlane($("value-plane"), one.values, [[1, 0], [0, 1]], failed ? [NaN] : rows[state.query].out, "output", far);
     }
     drawTable();
     drawPrecision();
@@ -176,7 +176,7 @@ function start() {
     const c = canvas.getContext("2d");
     c.scale(ratio, ratio);
     const [ink, faint, accent, mark] = ["--ink", "--faint", "--accent", "--mark"].map(colour);
-    c.font = `${Math.min(12, cell)}px system-ui, sans-serif`;
+    c.font = `${Math.max(9, Math.min(12, cell))}px system-ui, sans-serif`;
     c.textBaseline = "middle";
     const every = Math.ceil(11 / cell); // no label on top of another
     tokens.forEach((token, i) => {
@@ -200,14 +200,14 @@ function start() {
         const [x, y] = [side + j * cell, side + i * cell];
         c.strokeStyle = faint;
         c.lineWidth = 0.5;
-        c.strokeRect(x, y, cell, cell);
+        if (cell > 9) c.strokeRect(x, y, cell, cell);
         if (failed) return;
         if (Number.isNaN(weight)) {
           c.fillStyle = mark;
           c.textAlign = "center";
           c.fillText("!", x + cell / 2, y + cell / 2);
         } else if (!visible(i, j) && weight === 0) {
-          c.beginPath(); // hidden: a stroke from corner to corner, told apart without colour
+          c.beginPath(); // hidden, told apart without colour
           c.moveTo(x, y + cell);
           c.lineTo(x + cell, y);
           c.stroke();
@@ -325,6 +325,7 @@ function start() {
         number(naive.weights[best]) + (broken && ` ${broken}`), number(stable.exp[best]), number(stable.total),
         number(stable.weights[best])];
     });
+    $("no-score").hidden = rows[state.query].alive;
     $("best").textContent = named(best, keyTokens);
     const body = $("precision").tBodies[0];
     body.replaceChildren();
