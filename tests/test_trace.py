@@ -295,6 +295,7 @@ def test_the_html_escapes_tokens_and_has_no_script():
     tokens = ["</table><script>alert(1)</script>", "\"'&", "🙂", "שלום", "\n", "\x1b[31m", "b"]
     page = t.table(1, tokens)._repr_html_()
     assert "<script" not in page and "&lt;script&gt;" in page and "🙂" in page
+    assert "5 queries over 7 keys" in t._repr_html_()
     text = str(t.table(1, tokens))
     assert "\x1b" not in text and len(text.split("\n")) == 3 + S + 3
 
