@@ -8,12 +8,16 @@ from jattn._online import merge
 from jattn._rotary import rotary
 from jattn._rows import entropy, log_softmax, logsumexp, naive_softmax, rows_normalised, softmax
 from jattn._tile import Stats
+from jattn._trace import Trace, trace
+from jattn.explore import Explorer, explore
 from jattn.interop.jax_nn import dot_product_attention
 
 __all__ = [
     "Cache",
+    "Explorer",
     "MultiHead",
     "Stats",
+    "Trace",
     "attend",
     "attention",
     "attention_weights",
@@ -21,6 +25,7 @@ __all__ = [
     "cached_attention",
     "dot_product_attention",
     "entropy",
+    "explore",
     "init_multihead",
     "log_softmax",
     "logsumexp",
@@ -32,4 +37,5 @@ __all__ = [
     "rows_normalised",
     "softmax",
     "testing",
+    "trace",
 ]

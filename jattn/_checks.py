@@ -195,9 +195,14 @@ def known(*trees):
     return not any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
 
 
+def empty_row(who):
+    """What the policy `empty="raise"` says."""
+    return f"{who}: a query has no key that it may attend to, and empty='raise'. Pass empty='zero' for zeros."
+
+
 def no_empty_rows(who, empty):
     """The policy `empty="raise"`: now where `empty`, bool of any shape, is known, under checkify where it is traced."""
-    message = f"{who}: a query has no key that it may attend to, and empty='raise'. Pass empty='zero' for zeros."
+    message = empty_row(who)
     if known(empty):
         if np.any(empty):
             raise ValueError(message)
@@ -215,3 +220,13 @@ def positive(who, what, x):
         return x
     valid = debug_check(jnp.isfinite(x) & (x > 0), f"{who}: {what} must be finite and > 0.")
     return jnp.where(valid, x, jnp.nan)
+
+
+def tokens(who, what, x, axis, n):
+    """`x`, one text for each of the `n` places on `axis`, as a list."""
+    texts = list(x) if hasattr(x, "__iter__") and not isinstance(x, str) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise _error(TypeError, who, what, "a list of texts", repr(x))
+    if len(texts) != n:
+        raise _error(ValueError, who, what, f"({axis},) = ({n},)", f"({len(texts)},)", "One text for each position.")
+    return texts
