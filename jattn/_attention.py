@@ -61,7 +61,7 @@ def attend(
         value: (S, D), the dtype of `query`.
         mask: a rule from `jattn.masks`, or bool (T, S) with either axis 1; True = may attend. None: all may.
         bias: a rule from `jattn.biases`, or floating (T, S) with either axis 1, in nats. Where it is -inf, no key
-            is visible.
+            is visible. One of 0 and 1 alone, which most likely was meant as a mask, is warned about.
         scale: multiplies query·key, 1/sqrt(H) if None. A scalar, may be traced.
         softcap: bounds the logits, `softcap * tanh(logits / softcap)`, in nats; None for no bound. A scalar.
         sink: a logit that takes weight and gives nothing, in nats. A scalar, may be traced.
@@ -362,6 +362,7 @@ class _Call:
                 hint = "For a [B, S] padding mask pass mask[:, None, None, :] or masks.lengths(key=...)."
         else:
             x = _checks.floating(self.who, what, x, biases.NOT_FLOATING)
+            _checks.no_mask(self.who, what, x)
         _checks.shape(self.who, what, x, full, self.sizes, hint=hint)
         return x
 

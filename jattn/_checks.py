@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import warnings
 from typing import Any
 
 import chex
@@ -171,6 +172,24 @@ def options(who, options, function, but=()):
     for name in options:
         if name not in names:
             raise TypeError(f"{who}: {name!r} is no option. There are {', '.join(names)}.")
+
+
+def no_mask(who, what, x):
+    """Warns where `x`, added to logits, is all 0 and 1, and so most likely a mask; looked at where that costs little."""
+    if known(x) and 0 < x.size <= 2**16:
+        ones = np.asarray(x) == 1
+        if ones.any() and not ones.all() and np.all(ones | (np.asarray(x) == 0)):
+            hint = f"For a mask pass mask={what} != 0."
+            # At the caller of the public function, however deep in here.
+            warnings.warn(f"{who}: {what} holds 0 and 1 alone, and is added to logits. {hint}", stacklevel=_depth())
+
+
+def _depth():
+    """How many frames of this package are on the stack."""
+    depth, frame = 1, inspect.currentframe()
+    while (frame := frame.f_back) is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jattn":
+        depth += 1
+    return depth
 
 
 def random_key(who, what, x, hint=""):
