@@ -1,6 +1,7 @@
 """The one place that words an error: who, what must hold, in axis letters with this call's sizes, what came."""
 
 import inspect
+import itertools
 import math
 import warnings
 from typing import Any
@@ -175,7 +176,7 @@ def options(who, options, function, but=()):
 
 
 def no_mask(who, what, x):
-    """Warns where `x`, added to logits, is all 0 and 1, and so most likely a mask; looked at where that costs little."""
+    """Warns where `x`, added to logits, holds 0 and 1 alone: most likely a mask. Looked at where that costs little."""
     if known(x) and 0 < x.size <= 2**16:
         ones = np.asarray(x) == 1
         if ones.any() and not ones.all() and np.all(ones | (np.asarray(x) == 0)):
@@ -186,10 +187,8 @@ def no_mask(who, what, x):
 
 def _depth():
     """How many frames of this package are on the stack."""
-    depth, frame = 1, inspect.currentframe()
-    while (frame := frame.f_back) is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jattn":
-        depth += 1
-    return depth
+    frames = (frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(0)[1:])
+    return 1 + sum(1 for _ in itertools.takewhile(lambda name: name.partition(".")[0] == "jattn", frames))
 
 
 def random_key(who, what, x, hint=""):
