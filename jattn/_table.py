@@ -138,7 +138,7 @@ def of_queries(trace, tokens=None, key_tokens=None):
 _POLICY = "zeros, by empty={!r}"
 
 
-def _row(trace, query):
+def _row(trace, query) -> dict[str, Any]:
     """One query's arrays by name, NumPy, with all values."""
     row: dict[str, Any] = {
         name: np.asarray(x, np.float64)[query]
@@ -146,7 +146,9 @@ def _row(trace, query):
         if name not in ("visible", "value", "sink", "empty")
     }
     row |= {"visible": np.asarray(trace.visible)[query], "value": np.asarray(trace.value, np.float64)}
-    return row if trace.sink is None else row | {"sink": np.float64(trace.sink)}
+    if trace.sink is not None:
+        row["sink"] = np.float64(trace.sink)
+    return row
 
 
 def _heaviest(weights, n):
