@@ -59,7 +59,7 @@ function softmaxIn(scores, dtype, stable) {
   return { exp, total, weights: exp.map((e) => round(e / total)) };
 }
 
-/** A number as text; "!" marks what is not finite, unless that is expected. */
+/** A number as text, "!" where it is not finite, unless that is expected. */
 function number(x, expected = false) {
   if (!Number.isFinite(x)) return (Number.isNaN(x) ? "NaN" : x > 0 ? "inf" : "-inf") + (expected ? "" : "!");
   const size = Math.abs(x);
@@ -110,7 +110,6 @@ function start() {
     const group = Math.floor(state.head / (N / K));
     const start = (state.layer * K + group) * 2;
     one = {
-      group,
       queries: head(query, state.layer, T, N, state.head, H),
       keys: head(key, state.layer, S, K, group, H),
       values: head(value, state.layer, S, K, group, D),
@@ -142,14 +141,16 @@ function start() {
   }
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const short = (text, n = 12) => (text.length > n ? text.slice(0, n - 1) + "…" : text);
+  const short = (text) => (text.length > 12 ? text.slice(0, 11) + "…" : text);
   const named = (i, names) => (names[i] === String(i) ? `${i}` : `${i} ${names[i]}`);
   const some = (xs) => xs.slice(0, SHOWN).map((x) => number(x)).join("  ");
   const of = (n) => (n > SHOWN ? ` (${SHOWN} of ${n})` : "");
 
-  function draw() {
-    rows = one.queries.map((_, i) =>
-      attendRow(moved(i), one.keys, one.values, keyTokens.map((_, j) => visible(i, j)), scale(), state.empty, data.dtype));
+  function draw(all = true) {
+    const row = (_, i) =>
+      attendRow(moved(i), one.keys, one.values, keyTokens.map((_, j) => visible(i, j)), scale(), state.empty, data.dtype);
+    if (all) rows = one.queries.map(row);
+    else rows[state.query] = row(null, state.query);
     failed = rows.some((row) => row.refused);
     $("error").hidden = !failed;
     drawMatrix();
@@ -290,7 +291,7 @@ function start() {
     const blank = (text) => (failed ? "–" : text);
     cells.forEach(({ line, box, numbers }, j) => {
       const seen = visible(state.query, j);
-        const texts = [number(row.raw[j]), number(row.masked[j], !seen), blank(number(row.shifted[j], !seen)),
+      const texts = [number(row.raw[j]), number(row.masked[j], !seen), blank(number(row.shifted[j], !seen)),
         blank(number(row.exp[j])), blank(number(row.weights[j])), some(one.values[j]), blank(some(row.weighted[j]))];
       texts.forEach((text, k) => { numbers[k].textContent = text; });
       const bar = failed || !Number.isFinite(row.weights[j]) ? 0 : 100 * row.weights[j];
@@ -303,13 +304,12 @@ function start() {
     const seen = cells.filter((_, j) => visible(state.query, j)).length;
     const best = row.weights.indexOf(Math.max(...row.weights));
     const told = failed ? [] : [
-      best >= 0 && row.weights[best] > 0 ? `Most weight: ${named(best, keyTokens)}, ${number(row.weights[best])}.` : "",
+      row.weights[best] > 0 ? `Most weight: ${named(best, keyTokens)}, ${number(row.weights[best])}.` : "",
       `Entropy ${number(row.entropy)} nats, that of ${number(row.effective)} equal weights.`,
       `lse ${number(row.lse, !row.alive)} nats.`];
     const policy = row.alive ? "" : {
       zero: "It may attend to nothing: zeros.",
       mean: "It may attend to nothing: the mean of all values, as in jax.nn, flax and equinox, never in jattn.",
-      raise: "It may attend to nothing.",
     }[state.empty];
     $("status").textContent = [`${seen} of ${S} keys visible.`, policy, ...told].filter(Boolean).join(" ");
   }
@@ -373,7 +373,7 @@ function start() {
     $(name).addEventListener("input", (event) => { state[name] = Number(event.target.value); draw(); });
   }
   $("reset").addEventListener("click", () => choose(first()));
-  sliders.forEach((slider, axis) => slider.addEventListener("input", () => { moveTo(axis, Number(slider.value)); draw(); }));
+  sliders.forEach((slider, axis) => slider.addEventListener("input", () => { moveTo(axis, Number(slider.value)); draw(false); }));
 
   const matrix = $("matrix");
   matrix.addEventListener("pointerdown", (event) => {
@@ -399,7 +399,7 @@ function start() {
     const at = [event.clientX - box.left, event.clientY - box.top].map((p, a) => (300 * p) / [box.width, box.height][a]);
     moveTo(0, ((at[0] - 150) / 140) * bound);
     if (one.axes[1].some((x) => x !== 0)) moveTo(1, ((150 - at[1]) / 140) * bound);
-    draw();
+    draw(false);
   };
   plane.addEventListener("pointerdown", (event) => {
     if (!allFinite(place(one.queries[state.query]))) return;
