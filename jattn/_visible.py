@@ -281,7 +281,15 @@ def _transpose(ct, x, y, *visible, spec, levels, rounded):
 
 
 _product_p = Primitive("visible_product")
-_product_p.def_impl(jax.jit(_product_p.bind, static_argnames=("spec", "levels", "rounded")))
+_jitted = jax.jit(_product_p.bind, static_argnames=("spec", "levels", "rounded"))
+
+
+# Under `jax.disable_jit` the jitted one would call itself.
+@_product_p.def_impl
+def _(*operands, **params):
+    return (_whole if jax.config.values["jax_disable_jit"] else _jitted)(*operands, **params)
+
+
 _product_p.def_abstract_eval(_abstract)
 batching.primitive_batchers[_product_p] = _batch
 ad.primitive_jvps[_product_p] = _jvp

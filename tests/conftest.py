@@ -3,11 +3,26 @@
 import jax
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, Phase, settings
 
 # Whatever these refuse is a decision that the code forgot to write down.
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The tests draw the same cases each time; `make fuzz` draws others, many.
+settings.register_profile(
+    "few",
+    max_examples=24,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate,),
+)
+settings.register_profile("fuzz", settings.get_profile("few"), max_examples=400, derandomize=False)
+settings.load_profile("few")
 
 # Keyword arguments of `attend` and `attention`. Another engine is another line; the whole battery then runs on it.
 ENGINES = {

@@ -144,3 +144,102 @@ def relative(T, S, table, query_positions=None, key_positions=None):
     for pair, q, k in _pairs(T, S, query_positions, key_positions):
         out[pair] = table[R + min(max(k - q, -R), R)]
     return out
+
+
+class Cotangent(NamedTuple):
+    """Of one head, what is passed back to each result: (T, D), and (T,) the rest."""
+
+    out: Any
+    lse: Any
+    max_logit: Any
+    entropy: Any
+
+
+def gradients(query, key, value, mask, bias, cotangent, *, scale, softcap=None, sink=None, keep=1.0, error, eps):
+    """What one head passes back, by name, and for each number how wrong rounding may make it.
+
+    `error` (T,) is how wrong, relatively, a weight of each row may be, or what is made of it. Logits closer than `eps`
+    tie. A row that is NaN passes NaN to all that it sees.
+    """
+    (T, H), S = query.shape, len(key)
+    seen = mask & ~np.isneginf(bias)
+    result = attend(query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink)
+    bad = np.isnan(result.lse)[:, None]
+    # A row that is not NaN sees nothing but finite numbers.
+    query, key, value, bias = (np.where(np.isfinite(x), x, 0) for x in (query, key, value, bias))
+    p = np.where(bad, 0, result.weights)
+    lse, entropy = (np.where(np.isfinite(x), x, 0)[:, None] for x in (result.lse, result.entropy))
+    largest = np.where(np.isfinite(result.max_logit), result.max_logit, 0)[:, None]
+    query = np.where(bad, 0, query)
+    products = query @ key.T
+    capped, slope = scale * products, np.ones((T, S))
+    if softcap is not None:
+        u = capped / softcap
+        capped, slope = softcap * np.tanh(u), 1 / np.cosh(np.clip(u, -300, 300)) ** 2
+    logits = capped + bias
+    g, g_lse, g_max, g_entropy = (x if x.ndim == 2 else x[:, None] for x in cotangent)
+
+    terms = np.abs(scale) * np.abs(query) @ np.abs(key).T + np.abs(bias)
+    tied = seen & ~bad & (np.abs(logits - largest) <= 4 * eps * terms)
+    share = tied / np.maximum(tied.sum(1, keepdims=True), 1)
+
+    def passed(pull, weight, logit, tie):
+        return weight * (pull + g_lse - g_entropy * (logit - lse + entropy)) + g_max * tie
+
+    with np.errstate(under="ignore"):
+        reach, size = keep * (g @ value.T), keep * (np.abs(g) @ np.abs(value).T)
+        mean, mean_size = ((p * x).sum(1, keepdims=True) for x in (reach, size))
+        d_logits = passed(reach - mean, p, np.where(p > 0, logits, 0), share)
+        tiny = np.finfo(np.float32).tiny if eps > 1e-10 else np.finfo(np.float64).tiny
+
+        def sized(own, weight, logit, tie):
+            entropies = np.abs(g_entropy) * (np.abs(logit - lse) + entropy + 1)
+            return error[:, None] * (weight * (own + mean_size + np.abs(g_lse) + entropies) + np.abs(g_max) * tie) + tiny
+
+        wrong = np.where(seen, sized(size, p, np.where(p > 0, logits, 0), share), 0)
+        weights = p * keep
+        weights_wrong = error[:, None] * weights + tiny * seen
+
+    d_logits = np.where(bad & seen, np.nan, d_logits)
+    weights = np.where(bad & seen, np.nan, weights)
+    flat = d_logits * slope
+    out = {
+        "query": (scale * flat @ key, np.abs(scale) * wrong @ np.abs(key)),
+        "key": (scale * flat.T @ query, np.abs(scale) * wrong.T @ np.abs(query)),
+        "value": (weights.T @ g, weights_wrong.T @ np.abs(g)),
+        "bias": (d_logits, wrong),
+        "scale": ((flat * products).sum(), (wrong * (np.abs(query) @ np.abs(key).T)).sum()),
+    }
+    if softcap is not None:
+        out["softcap"] = (d_logits * (np.tanh(u) - u * slope)).sum(), (wrong * (1 + np.abs(u))).sum()
+    if sink is not None:
+        weight = np.where(np.isneginf(result.lse) | bad[:, 0], 0, np.exp(sink - lse[:, 0]))[:, None]
+        d_sink = passed(-mean, weight, sink, 0)
+        out["sink"] = np.where(bad, np.nan, d_sink).sum(), sized(0, weight, sink, 0).sum()
+    return out
+
+
+def kept(words, rate, heads, queries, keys):
+    """What dropout multiplies each weight by, (heads, T, S): threefry, as its authors' paper has it, 20 rounds.
+
+    A head's key is the block of the call's key that counts the head; a pair's bits are the first word of the block
+    that counts its two indices. The rate is rounded to float32, and a pair is kept if its 24 bits reach it.
+    """
+    words = _threefry(*(np.full(heads, w, np.uint32) for w in words), np.zeros(heads), np.arange(heads))
+    words = [w[:, None, None] for w in words]
+    bits, _ = _threefry(*np.broadcast_arrays(*words, np.reshape(queries, (-1, 1)), np.reshape(keys, (1, -1))))
+    uniform = (bits >> np.uint32(8)).astype(np.float64) * 2.0**-24
+    return np.where(uniform >= np.float32(rate), 1 / (1 - rate) if rate < 1 else 0, 0)
+
+
+def _threefry(a, b, x, y):
+    """Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", threefry 2x32."""
+    a, b, x, y = (np.asarray(z).astype(np.uint32) for z in (a, b, x, y))
+    schedule = a, b, a ^ b ^ np.uint32(0x1BD11BDA)
+    x, y = x + a, y + b
+    for i in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x = x + y
+            y = (y << np.uint32(turn) | y >> np.uint32(32 - turn)) ^ x
+        x, y = x + schedule[(i + 1) % 3], y + schedule[(i + 2) % 3] + np.uint32(i + 1)
+    return x, y

@@ -999,6 +999,15 @@ def test_any_sizes(n, engine):
     assert f(args)[0].shape == out.shape
 
 
+def test_an_empty_batch_may_have_lengths_and_positions_of_its_own(engine):
+    n = Sizes(B=(0,), T=5, S=7, N=2, K=1, H=2, D=3)
+    mask = masks.causal() & masks.lengths(key=np.zeros(n.B, np.int32))
+    positions = {"query_positions": np.zeros((*n.B, n.T), np.int32)}
+    f = jax.jit(jax.grad(lambda query, *x: attention(query, *x, mask, **positions, **engine).sum()))
+    assert f(*inputs(n)).shape == (0, 5, 2, 2)
+
+
+
 def test_no_keys_make_every_row_empty(engine):
     out, stats = attend(np.ones((T, H)), np.ones((0, H)), np.ones((0, D)), return_stats=True, **engine)
     leaves_equal((out, *stats), (np.zeros((T, D)), np.full(T, -INF), np.full(T, -INF), np.zeros(T)))
@@ -1082,6 +1091,17 @@ def differentiated(args, engine):
 @functools.cache
 def _plain(engine):
     return jax.jit(functools.partial(differentiated, engine=engine))
+
+
+def test_without_any_jit_everything_is_the_same(engine):
+    # As one sets a breakpoint in a program.
+    mask = masks.causal() & masks.lengths(key=jnp.int32(5))
+    query, key, value = map(jnp.asarray, one_head())
+    f = jax.value_and_grad(lambda key: attend(query[:4], key[:3], value[:3], mask, **engine).sum())
+    expected = f(key)
+    with jax.disable_jit():
+        leaves_close(f(key), expected)
+
 
 
 def test_jit_is_eager(engine):

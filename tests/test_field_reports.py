@@ -596,6 +596,20 @@ def test_logits_of_a_million_that_differ_by_1_weigh_as_they_should(query, logits
     np.testing.assert_allclose(out[0], [0.731059, 0.268941], atol=5e-2)
 
 
+@pytest.mark.parametrize("T", [1, 5])
+def test_a_large_product_of_one_feature_is_no_residual_below_its_peak(T, run, engine):
+    """C19 jax-ml/jax#37234, #38609; openxla/xla#44738; pytorch/pytorch#100775; SlopDotCash/asi#2886"""
+    # A product over one feature is no sum, and the compiler may fuse it with the subtraction of the peak.
+    rng = np.random.default_rng(0)
+    query, key = rng.normal(size=(2, T, 3, 1)), rng.normal(size=(2, 1, 3, 1))
+    f = run(lambda *x: attention(*x, scale=0.3, return_stats=True, **engine))
+    for c in (1.0, 1e12, 1e30):
+        out, stats = f(query * c, key, np.ones((2, 1, 3, 2)))
+        exactly(out, np.ones((2, T, 3, 2)))
+        exactly(stats.entropy, np.zeros((2, T, 3)))
+        exactly(stats.lse, stats.max_logit)
+
+
 def test_a_hidden_inf_weighs_0_and_a_visible_one_makes_its_row_nan(weights_of, graded, run, engine):
     """C20 jax-ml/jax#21495, pytorch/pytorch#6864, FluxML/NNlib.jl#206"""
     mask, bias = np.array([[False, True, True]]), np.array([[INF, 0.0, 0.0]])
@@ -1876,6 +1890,7 @@ CASES = {
     "C19": [
         "test_logits_beyond_2_to_the_31_give_under_jit_what_they_give_without",
         "test_logits_of_a_million_that_differ_by_1_weigh_as_they_should",
+        "test_a_large_product_of_one_feature_is_no_residual_below_its_peak",
         "test_rows.py::test_huge_products_that_the_compiler_may_fuse_give_the_same_under_jit",
         "test_rows.py::test_huge_products_have_the_same_gradients_under_jit",
         "test_rows.py::test_a_huge_product_that_cannot_be_minus_inf_is_no_easier_to_fuse",
