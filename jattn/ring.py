@@ -220,8 +220,7 @@ class _Call(_attention.Call):
     def _led(self, name, leaf, core, leads):
         led = super()._led(name, leaf, tuple(_GLOBAL.get(a, a) for a in core), leads)
         if "P·T?" in led and 1 not in leaf.shape[-2:]:
-            what = name.partition(".")[0]
-            hint = f"Pass a rule, such as {what}.rule(fn, *arrays), that makes the pairs from arrays of tokens."
+            hint = "masks.rule(fn, *arrays) and biases.rule(fn, *arrays) make pairs from what tokens have."
             must = "1 for P·T or for P·S, since no device holds all pairs"
             raise ValueError(f"{self.who}: {name} must have {must}, got {_checks.tupled(leaf.shape)}. {hint}")
         return led
