@@ -36,9 +36,10 @@ _nothing_saved = functools.partial(jax.checkpoint, policy=jax.checkpoint_policie
 
 
 class Static(NamedTuple):
-    """What the program is made for: tiles of (queries, keys), whether Stats are wanted, how the inputs are built.
+    """What the program is made for: tiles of (queries, keys), whether Stats are wanted, a ring's axis of the mesh.
 
-    Of each leaf: whether it has derivatives, and whether it is stored along the keys, and so travels in a ring.
+    And how the inputs are built: whether each leaf has derivatives; of those that have and of the others, whether each
+    is stored along the keys, and so travels in a ring.
     """
 
     block: tuple[int, int]
@@ -46,27 +47,24 @@ class Static(NamedTuple):
     axis_name: Any
     tree: Any
     floating: tuple[bool, ...]
-    of_keys: tuple[bool, ...]
+    of_keys: Any
 
     def inputs(self, floats, others):
         x = jax.tree.unflatten(self.tree, _joined(floats, others, self.floating))
         return x if self.axis_name is None else _stored_here(x)
 
     def parted(self, floats, others):
-        """What is stored along the keys, and what is not: each of them floats and others."""
-        parts = [_parted(x, self._of_keys(kind)) for x, kind in ((floats, True), (others, False))]
-        return tuple(zip(*parts, strict=True))
+        """Floats and others that are stored along the keys; and those that are not."""
+        parts = [_parted(x, flags) for x, flags in zip((floats, others), self.of_keys, strict=True)]
+        return [x for x, _ in parts], [x for _, x in parts]
 
     def joined(self, of_keys, rest):
-        """The floats and the others of both."""
-        return [_joined(*xs, self._of_keys(kind)) for *xs, kind in zip(of_keys, rest, (True, False), strict=True)]
-
-    def _of_keys(self, floating):
-        return [k for k, f in zip(self.of_keys, self.floating, strict=True) if f == floating]
+        """All floats, and all others."""
+        return [_joined(x, y, flags) for x, y, flags in zip(of_keys, rest, self.of_keys, strict=True)]
 
 
 def _parted(xs, flags):
-    return tuple([x for x, flag in zip(xs, flags, strict=True) if flag == kind] for kind in (True, False))
+    return tuple(tuple(x for x, flag in zip(xs, flags, strict=True) if flag == kind) for kind in (True, False))
 
 
 def _joined(xs, ys, flags):
@@ -106,13 +104,13 @@ def _stored_here(x):
 def attend(x, dtype, stats, block, axis_name=None):
     """(T, D) in `dtype`, and Stats or None. With `axis_name`, `x.key` is one block of a ring."""
     leaves, tree = jax.tree.flatten(x)
-    of_keys = tuple(jax.tree.leaves(_along_keys(x)))
+    of_keys = jax.tree.leaves(_along_keys(x))
     # Inside `shard_map`, what is the same on all devices is made to vary here: the sum over devices that its cotangent
     # needs would otherwise stand in a branch that some devices skip, and the others would wait for them.
     leaves = [_visible.like(leaf, leaves) for leaf in leaves]
     x = jax.tree.unflatten(tree, leaves)
     floating = tuple(bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in leaves)
-    static = Static(block, stats, axis_name, tree, floating, of_keys)
+    static = Static(block, stats, axis_name, tree, floating, _parted(of_keys, floating))
     sums, rows = _sums(static, *_parted(leaves, floating))
     return _tile.results(x, rows._replace(alive=rows.alive > 0), sums, dtype)
 

@@ -344,7 +344,7 @@ def shardings_of_batch_and_heads_stay(n):
         text = compiled.as_text()
         assert not re.search(r"all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast", text)
         # Whether anything anywhere is not finite, and the like: one number each.
-        assert all(re.fullmatch(r"\w+\[\]", shape) for shape in re.findall(r"= (.+) all-reduce\(", text))
+        assert not any(re.search(r"\[\d", shape) for shape in re.findall(r"= (.+) all-reduce\(", text))
         got, plain = compiled(*args), jax.jit(call)(*map(jnp.asarray, map(np.asarray, args)))
         close(got, plain)
         for x in jax.tree.leaves(got):

@@ -65,12 +65,12 @@ ASSERTIONS = {
     "testing.assert_causal": "fn x axis",
     "testing.assert_visible": "fn x mask axis",
 }
-DEVICES = {
+RING = {
     "ring.attention": "query key value mask bias",
     "ring.unzigzag": "x P axis",
     "ring.zigzag": "x P axis",
 }
-CALLS = {name: at for name, at in (SURFACE | RULES | INTEROP | METHODS | ASSERTIONS | DEVICES).items() if at is not None}
+CALLS = {name: at for name, at in (SURFACE | RULES | INTEROP | METHODS | ASSERTIONS | RING).items() if at is not None}
 FUNCTIONS = sorted(CALLS.keys() - {"Cache", "MultiHead", "Stats"})
 
 

@@ -24,11 +24,11 @@ def process(*calls, first="", devices=8):
     """A process of its own that makes these calls of ring_devices, one after another, and says that it has."""
     code = f"{first}\nimport ring_devices as r\n" + "".join(f"r.{call}\nprint('done')\n" for call in calls)
     path = os.pathsep.join([os.path.dirname(HERE), HERE])
+    # LLVM optimizes nothing, because these programs take longer to compile than to run.
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        env=os.environ
-        | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-        | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
