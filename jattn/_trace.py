@@ -208,7 +208,7 @@ def trace(
         1      0.7071      1.4931   0.6343    0.3302    0.6698  0.3302 0.6698
         One query, step by step: trace.table(query).
     """
-    call = _attention._Call("trace", heads=False)
+    call = _attention.Call("trace", heads=False)
     call.arrays(query=query, key=key, value=value)
     call.sources(mask, bias)
     call.numbers(scale, softcap, sink)

@@ -102,7 +102,7 @@ def explore(query, key, value, mask=None, *, tokens=None, key_tokens=None, scale
     if rank not in (2, 3, 4):
         got = _checks.tupled(arrays["query"].shape)
         raise ValueError(f"{who}: query must be (T, H), (T, N, H) or (L, T, N, H), got {got}.")
-    call = _attention._Call(who, heads=rank > 2)
+    call = _attention.Call(who, heads=rank > 2)
     call.arrays(**arrays)
     call.sources(mask, None)
     call.numbers(scale, None, None)
