@@ -1,0 +1,423 @@
+"""Answers to the exercises of the lessons: for each one that is right, and many that are wrong, with what is said.
+
+Do the lessons first.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SOLUTIONS = {}
+
+# (exercise, answer, what the checker must say of it)
+WRONG = []
+
+
+def solves(name):
+    return lambda answer: SOLUTIONS.setdefault(name, answer)
+
+
+def wrong(name, *said):
+    """`said`: parts of the message, in order."""
+    return lambda answer: WRONG.append((name, answer, said))
+
+
+# 1. Rows
+
+
+@solves("softmax")
+def softmax(x, axis=-1):
+    peak = x.max(axis, keepdims=True)
+    if (peak == -jnp.inf).any():
+        raise ValueError("a row is -inf throughout")
+    exps = jnp.exp(x - peak)
+    return exps / exps.sum(axis, keepdims=True)
+
+
+@wrong("softmax", "nothing is there yet", "hint('softmax')")
+def softmax_stub(x, axis=-1): ...
+
+
+@wrong("softmax", "nothing is there yet")
+def softmax_raises_not_implemented(x, axis=-1):
+    raise NotImplementedError
+
+
+@wrong("softmax", "One row", "x = [0.71, 0, -1]", "type: must be an array of floating numbers, got list")
+def softmax_list(x, axis=-1):
+    return softmax(x, axis).tolist()
+
+
+@wrong("softmax", "One row", "type: must be an array of floating numbers, got bool")
+def softmax_bool(x, axis=-1):
+    return softmax(x, axis) > 0.5
+
+
+@wrong("softmax", "One row", "shape: must be (3,), got (1, 3)")
+def softmax_extra_axis(x, axis=-1):
+    return softmax(x, axis)[None]
+
+
+@wrong("softmax", "Random rows, along the last axis", "of shape (3, 5)", "15 of 15 numbers are wrong")
+def softmax_over_the_whole_batch(x, axis=-1):
+    exps = jnp.exp(x - x.max())
+    return exps / exps.sum()
+
+
+@wrong("softmax", "along axis 0", "axis = 0", "value: ")
+def softmax_always_last_axis(x, axis=-1):
+    return softmax(x)
+
+
+@wrong("softmax", "along axis 1 of 3", "shape: must be (2, 3, 5), got (2, 5, 3)")
+def softmax_axis_not_moved_back(x, axis=-1):
+    return softmax(jnp.moveaxis(x, axis, -1)) if x.ndim == 3 else softmax(x, axis)
+
+
+@wrong("softmax", "exp overflows", "x = [1000, 999]", "value: must be [0.7311, 0.2689], got [nan, nan]")
+def softmax_no_peak(x, axis=-1):
+    return jnp.exp(x) / jnp.exp(x).sum(axis, keepdims=True)
+
+
+@wrong("softmax", "A row far below another", "value: must be [[0.7311, 0.2689], [0.7311, 0.2689]]", "nan")
+def softmax_one_peak_for_all_rows(x, axis=-1):
+    exps = jnp.exp(x - x.max())
+    return exps / exps.sum(axis, keepdims=True)
+
+
+@wrong("softmax", "A score of -inf", "x = [0.7, 1.1, 0.2, -inf]", "nan")
+def softmax_nan_on_minus_inf(x, axis=-1):
+    return softmax(x - 0 * x, axis)
+
+
+@wrong("softmax", "-inf alone", "must raise ValueError (no entry of a row may be seen), got [[0.2689, 0.7311], [nan,")
+def softmax_empty_row_nan(x, axis=-1):
+    exps = jnp.exp(x - x.max(axis, keepdims=True))
+    return exps / exps.sum(axis, keepdims=True)
+
+
+@wrong("softmax", "-inf alone", "must raise ValueError", "got [[0.2689, 0.7311], [0.5, 0.5]]")
+def softmax_finite_fill(x, axis=-1):
+    return softmax(jnp.maximum(x, -1e30), axis)
+
+
+@wrong("softmax", "-inf alone", "must raise ValueError", "but it raised KeyError: 'no'")
+def softmax_wrong_error(x, axis=-1):
+    try:
+        return softmax(x, axis)
+    except ValueError:
+        raise KeyError("no") from None
+
+
+@wrong("softmax", "-inf alone", "type: must be a result, got None. Is a `return` missing")
+def softmax_forgets_return(x, axis=-1):
+    try:
+        return softmax(x, axis)
+    except ValueError:
+        return None
+
+
+wrong("softmax", "must be a function, got ArrayImpl. Pass the function itself: check('softmax', softmax).")(
+    jnp.ones(3),
+)
+
+
+@solves("naive_softmax")
+def naive_softmax(x):
+    return jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True)
+
+
+@wrong("naive_softmax", "nothing done about it", "x = [1000, 1000]", "value: must be [nan, nan], got [0.5, 0.5]")
+def naive_softmax_not_naive(x):
+    return softmax(x)
+
+
+@wrong("naive_softmax", "Random rows", "value: ")
+def naive_softmax_over_the_whole_batch(x):
+    return jnp.exp(x) / jnp.exp(x).sum()
+
+
+@wrong("naive_softmax", "Random rows", "it raised", "broadcast")
+def naive_softmax_no_keepdims(x):
+    return jnp.exp(x) / jnp.exp(x).sum(-1)
+
+
+@wrong("naive_softmax", "One row", "value: must be [0.6667, 0.3333], got [1, 0]")
+def naive_softmax_no_exp(x):
+    return x / x.sum(-1, keepdims=True)
+
+
+@solves("rows_normalised")
+def rows_normalised(weights, tol=1e-9):
+    return bool((jnp.abs(weights.sum(-1) - 1) <= tol).all())
+
+
+@wrong("rows_normalised", "Two rows", "shape: must be (), got (2,)")
+def rows_normalised_each(weights, tol=1e-9):
+    return jnp.abs(weights.sum(-1) - 1) <= tol
+
+
+@wrong("rows_normalised", "Two rows", "type: must be True or False, got float")
+def rows_normalised_number(weights, tol=1e-9):
+    return jnp.abs(weights.sum(-1) - 1).max()
+
+
+@wrong("rows_normalised", "sums to 0.5", "value: must be False, got True")
+def rows_normalised_one_sided(weights, tol=1e-9):
+    return bool((weights.sum(-1) - 1 <= tol).all())
+
+
+@wrong("rows_normalised", "Two rows", "value: must be True, got False")
+def rows_normalised_columns(weights, tol=1e-9):
+    return rows_normalised(weights.T, tol)
+
+
+@wrong("rows_normalised", "Two rows", "value: must be True, got False")
+def rows_normalised_whole_matrix(weights, tol=1e-9):
+    return bool(jnp.abs(weights.sum() - 1) <= tol)
+
+
+@wrong("rows_normalised", "on average", "value: must be False, got True")
+def rows_normalised_mean(weights, tol=1e-9):
+    sums = weights.sum(-1)
+    return bool(jnp.abs(sums.mean() - 1) <= tol) and not bool((sums == 0).any()) and bool((sums > 0.4).all())
+
+
+@wrong("rows_normalised", "A NaN", "value: must be False, got True")
+def rows_normalised_nan_passes(weights, tol=1e-9):
+    return not (jnp.abs(weights.sum(-1) - 1) > tol).any()
+
+
+@wrong("rows_normalised", "A wide tolerance", "tol = 0.25", "value: must be True, got False")
+def rows_normalised_own_tolerance(weights, tol=1e-9):
+    return rows_normalised(weights)
+
+
+@solves("entropy")
+def entropy(weights):
+    return -(weights * jnp.log(jnp.where(weights > 0, weights, 1))).sum(-1)
+
+
+@wrong("entropy", "All the weight on one entry", "weights = [1, 0, 0]", "value: must be 0, got nan")
+def entropy_nan_at_0(weights):
+    return -(weights * jnp.log(weights)).sum(-1)
+
+
+@wrong("entropy", "Two equal weights", "value: must be 0.6931, got 1.")
+def entropy_in_bits(weights):
+    return entropy(weights) / jnp.log(2)
+
+
+@wrong("entropy", "Two equal weights", "value: must be 0.6931, got -0.6931.")
+def entropy_sign(weights):
+    return -entropy(weights)
+
+
+@wrong("entropy", "Two rows", "shape: must be (2,), got ()")
+def entropy_of_the_whole_batch(weights):
+    return entropy(weights).sum()
+
+
+@wrong("entropy", "Random rows with weights of 0", "shape: must be (3,), got (5,)")
+def entropy_wrong_axis(weights):
+    return -(weights * jnp.log(jnp.where(weights > 0, weights, 1))).sum(0) if weights.ndim == 2 else entropy(weights)
+
+
+# 2. One head
+
+
+@solves("attend")
+def attend(query, key, value, mask):
+    scores = query @ key.T / jnp.sqrt(query.shape[-1])
+    weights = softmax(jnp.where(mask, scores, -jnp.inf))
+    return weights @ jnp.where(mask.any(0)[:, None], value, 0)
+
+
+@wrong("attend", "Two keys", "query = [[1, 0]]", "value: must be [[1.34, 0.6605]], got [[1.462, 0.5379]]")
+def attend_scale_forgotten(query, key, value, mask):
+    return attend(query * jnp.sqrt(query.shape[-1]), key, value, mask)
+
+
+@wrong("attend", "Two keys", "value: must be [[1.34, 0.6605]], got [[1.245, 0.7551]]")
+def attend_scale_without_root(query, key, value, mask):
+    return attend(query / jnp.sqrt(query.shape[-1]), key, value, mask)
+
+
+@wrong("attend", "3 queries, 5 keys", "shape: must be (3, 2), got (3, 5)")
+def attend_returns_weights(query, key, value, mask):
+    return softmax(query @ key.T / jnp.sqrt(query.shape[-1])) if len(key) == 5 else attend(query, key, value, mask)
+
+
+@wrong("attend", "Two keys", "value: must be [[1.34, 0.6605]], got [[2, 2]]")
+def attend_normalises_over_queries(query, key, value, mask):
+    return softmax(query @ key.T / jnp.sqrt(query.shape[-1]), axis=0) @ value
+
+
+@wrong("attend", "Keys that are hidden", "value: ")
+def attend_ignores_the_mask(query, key, value, mask):
+    return attend(query, key, value, jnp.ones_like(mask))
+
+
+@wrong("attend", "Keys that are hidden", "value: ")
+def attend_mask_after_softmax(query, key, value, mask):
+    return jnp.where(mask, softmax(query @ key.T / jnp.sqrt(query.shape[-1])), 0) @ value
+
+
+@wrong("attend", "Two keys", "value: must be [[1.34, 0.6605]], got [[nan, nan]]")
+def attend_inverted_mask(query, key, value, mask):
+    scores = jnp.where(mask, -jnp.inf, query @ key.T / jnp.sqrt(query.shape[-1]))
+    return naive_softmax(scores) @ value
+
+
+@wrong("attend", "exp overflows", "nan")
+def attend_naive(query, key, value, mask):
+    return naive_softmax(jnp.where(mask, query @ key.T / jnp.sqrt(query.shape[-1]), -jnp.inf)) @ value
+
+
+@wrong("attend", "A hidden key with a NaN value", "value: must be [[2, 0]], got [[nan, 0]]")
+def attend_reads_hidden_values(query, key, value, mask):
+    return softmax(jnp.where(mask, query @ key.T / jnp.sqrt(query.shape[-1]), -jnp.inf)) @ value
+
+
+@wrong("attend", "may see no key", "must raise ValueError (a query may see no key), got [[1, 0], [0.5, 0.5]]")
+def attend_mean_of_all_values(query, key, value, mask):
+    scores = jnp.where(mask, query @ key.T / jnp.sqrt(query.shape[-1]), -1e30)
+    return softmax(scores) @ jnp.where(jnp.isnan(value), 0, value)
+
+
+@solves("aim")
+def aim(key, target):
+    return 1e4 * key[target]
+
+
+@wrong("aim", "Two keys", "value: the weight of key 0 must be above 0.99, got 0.6698.")
+def aim_too_short(key, target):
+    return key[target]
+
+
+@wrong("aim", "the other one", "target = 1", "must be above 0.99, got 0.")
+def aim_always_at_the_first(key, target):
+    return 1e4 * key[0]
+
+
+@wrong("aim", "Keys close together", "must be above 0.99, got")
+def aim_not_long_enough(key, target):
+    return 100 * key[target]
+
+
+@wrong("aim", "Two keys", "shape: must be (2,), got (1, 2)")
+def aim_keeps_an_axis(key, target):
+    return 1e4 * key[target : target + 1]
+
+
+# 3. Masks
+
+
+@solves("causal_mask")
+def causal_mask(T, S):
+    return jnp.arange(S) <= jnp.arange(T)[:, None]
+
+
+@wrong("causal_mask", "3 queries, 3 keys", "value: ", "got [[True, True, True]")
+def causal_mask_transposed(T, S):
+    return jnp.arange(S) >= jnp.arange(T)[:, None]
+
+
+@wrong("causal_mask", "3 queries, 3 keys", "value: ", "got [[False, False, False]")
+def causal_mask_not_itself(T, S):
+    return jnp.arange(S) < jnp.arange(T)[:, None]
+
+
+@wrong("causal_mask", "3 queries, 3 keys", "type: must be an array of bool, got float")
+def causal_mask_of_numbers(T, S):
+    return jnp.tri(T, S)
+
+
+@wrong("causal_mask", "Fewer queries than keys", "T = 2", "S = 5", "value: ", "got [[True, True, True, True, False]")
+def causal_mask_aligned_at_the_end(T, S):
+    return jnp.arange(S) <= jnp.arange(T)[:, None] + S - T
+
+
+@wrong("causal_mask", "Fewer queries than keys", "shape: must be (2, 5), got (2, 2)")
+def causal_mask_square(T, S):
+    return causal_mask(T, T)
+
+
+@solves("padding_mask")
+def padding_mask(lengths, S):
+    return jnp.arange(S) < lengths[:, None, None, None]
+
+
+@wrong("padding_mask", "Lengths 3 and 1 of 4", "lengths = [3, 1]", "shape: must be (2, 1, 1, 4), got (2, 4)")
+def padding_mask_without_axes(lengths, S):
+    return jnp.arange(S) < lengths[:, None]
+
+
+@wrong("padding_mask", "Lengths 3 and 1 of 4", "value: must be [[[[True, True, True, False]]]", "got [[[[False")
+def padding_mask_inverted(lengths, S):
+    return ~padding_mask(lengths, S)
+
+
+@wrong("padding_mask", "Lengths 3 and 1 of 4", "got [[[[True, True, True, True]]]")
+def padding_mask_one_too_many(lengths, S):
+    return padding_mask(lengths + 1, S)
+
+
+@wrong("padding_mask", "Lengths 3 and 1 of 4", "type: must be an array of bool, got int")
+def padding_mask_of_numbers(lengths, S):
+    return padding_mask(lengths, S).astype(int)
+
+
+@solves("masked_softmax")
+def masked_softmax(x, where):
+    peak = jax.lax.stop_gradient(jnp.where(where, x, -jnp.inf).max(-1, keepdims=True))
+    peak = jnp.where(peak == -jnp.inf, 0, peak)
+    exps = jnp.where(where, jnp.exp(jnp.where(where, x - peak, 0)), 0)
+    total = exps.sum(-1, keepdims=True)
+    return exps / jnp.where(total == 0, 1, total)
+
+
+@wrong("masked_softmax", "Some hidden", "value: ")
+def masked_softmax_afterwards(x, where):
+    return jnp.where(where, softmax(x), 0)
+
+
+@wrong("masked_softmax", "A hidden score far above the visible ones", "got [[nan, nan, nan]]")
+def masked_softmax_peak_of_hidden(x, where):
+    exps = jnp.where(where, jnp.exp(x - x.max(-1, keepdims=True)), 0)
+    return exps / exps.sum(-1, keepdims=True)
+
+
+@wrong("masked_softmax", "A hidden NaN", "nan")
+def masked_softmax_times_the_mask(x, where):
+    peak = jax.lax.stop_gradient(jnp.where(where, x, -1e30).max(-1, keepdims=True))
+    exps = jnp.exp(jnp.where(x > peak, 0, x - peak)) * where.astype(x.dtype)
+    total = exps.sum(-1, keepdims=True)
+    return exps / jnp.where(total == 0, 1, total)
+
+
+@wrong("masked_softmax", "A row with nothing visible: zeros", "value: ", "[nan, nan, nan]")
+def masked_softmax_empty_row_nan(x, where):
+    return jax.nn.softmax(jnp.where(where, x, -jnp.inf))
+
+
+@wrong("masked_softmax", "A row with nothing visible: zeros", "value: ", "[0.3333, 0.3333, 0.3333]")
+def masked_softmax_empty_row_uniform(x, where):
+    return jax.nn.softmax(jnp.where(where, x, -1e30))
+
+
+@wrong("masked_softmax", "Its gradient", "value: ", "[nan, nan, nan]")
+def masked_softmax_adds_the_mask(x, where):
+    weights = jax.nn.softmax(x + jnp.where(where, 0, -jnp.inf))
+    return jnp.where(where.any(-1, keepdims=True), weights, 0)
+
+
+@wrong("masked_softmax", "Its gradient", "value: ")
+def masked_softmax_holds_the_total(x, where):
+    return jax.lax.stop_gradient(masked_softmax(x, where)) * (1 + x - jax.lax.stop_gradient(x))
+
+
+@wrong("masked_softmax", "Its gradient", "it raised TracerArrayConversionError")
+def masked_softmax_in_numpy(x, where):
+    x, where = np.asarray(x), np.asarray(where)
+    return np.asarray(masked_softmax(jnp.asarray(x), jnp.asarray(where)))
