@@ -8,12 +8,14 @@ from jattn._online import merge
 from jattn._rotary import rotary
 from jattn._rows import entropy, log_softmax, logsumexp, naive_softmax, rows_normalised, softmax
 from jattn._tile import Stats
+from jattn._trace import Trace, trace
 from jattn.interop.jax_nn import dot_product_attention
 
 __all__ = [
     "Cache",
     "MultiHead",
     "Stats",
+    "Trace",
     "attend",
     "attention",
     "attention_weights",
@@ -32,4 +34,5 @@ __all__ = [
     "rows_normalised",
     "softmax",
     "testing",
+    "trace",
 ]

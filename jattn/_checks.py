@@ -204,3 +204,12 @@ def positive(who, what, x):
         return x
     valid = debug_check(jnp.isfinite(x) & (x > 0), f"{who}: {what} must be finite and > 0.")
     return jnp.where(valid, x, jnp.nan)
+
+
+def tokens(who, what, x, axis, n):
+    """`x`, the texts of `axis`, which has size `n`, as a list."""
+    if isinstance(x, str) or not all(isinstance(token, str) for token in x):
+        raise _error(TypeError, who, what, "a list of texts", repr(x) if isinstance(x, str) else "other things in it")
+    if len(x) != n:
+        raise _error(ValueError, who, what, f"({axis},) = ({n},)", f"({len(x)},)", "One text for each position.")
+    return list(x)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jattn import _tile, _visible
 
 
-def _found(x, pairs, stats):
+def found(x, pairs, stats):
     """The tile's own inputs, what is visible, the logits and the Rows."""
     x = _tile.cut(x, pairs)
     visible = _tile.visible_pairs(x, pairs)
@@ -17,7 +17,7 @@ def _found(x, pairs, stats):
 
 def attend(x, pairs, dtype, stats):
     """(T, D) in `dtype`, and Stats or None."""
-    x, visible, _, rows = _found(x, pairs, stats)
+    x, visible, _, rows = found(x, pairs, stats)
     return _tile.results(x, rows, _tile.sums(x, pairs, visible, rows, stats), dtype)
 
 
@@ -30,6 +30,11 @@ def nothing(x, T, dtype):
 
 def weights(x, pairs):
     """(T, S), float32 or wider: rows sum to 1, less the sink's share, or to 0 where nothing is visible."""
-    x, visible, logits, rows = _found(x, pairs, False)
-    p, _ = _tile.weights(x, logits, visible, rows.peak)
-    return p / jnp.where(rows.alive, _tile.total(x, rows, p.sum(1)) * rows.sound, 1)[:, None]
+    x, visible, logits, rows = found(x, pairs, False)
+    return shares(x, rows, _tile.weights(x, logits, visible, rows.peak)[0])[0]
+
+
+def shares(x, rows, p):
+    """Each p's share of its row's total, (T, S), and that total, (T,)."""
+    total = _tile.total(x, rows, p.sum(1)) * rows.sound
+    return p / jnp.where(rows.alive, total, 1)[:, None], total
