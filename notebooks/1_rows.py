@@ -44,7 +44,8 @@ print("of each column: ", weights.sum(axis=0))
 # %%
 wrong_axis = softmax(scores, axis=0)
 print(wrong_axis)
-print("rows sum to 1:", rows_normalised(weights, tol=1e-6), " with the wrong axis:", rows_normalised(wrong_axis, tol=1e-6))
+print("rows sum to 1?", rows_normalised(weights, tol=1e-6))
+print("and with the wrong axis?", rows_normalised(wrong_axis, tol=1e-6))
 
 # %% [markdown]
 # ## From scores to weights, step by step
