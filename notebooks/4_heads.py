@@ -306,8 +306,8 @@ for padding in (0, 2, 8, 32):
     print(f"{padding:7} {alone @ masked:47.6f} {alone @ unmasked:9.6f}")
 
 # %% [markdown]
-# With the mask the sentence means in a batch what it means alone. Without it, that depends on how long its neighbours in
-# the batch happen to be: a fault that raises no error.
+# With the mask the sentence means in a batch what it means alone. Without it, that depends on how long its neighbours
+# in the batch happen to be: a fault that raises no error.
 
 # %% [markdown]
 # ## Exercises

@@ -474,7 +474,7 @@ EXERCISES = {
     "other_weights": Exercise(
         _other_weights,
         (
-            Case("The third value is the mean", (_array(0.25, 0.25, 0.5), _array([1, 0], [0, 1], [0.5, 0.5]))),
+            Case("The third value is the mean", (_array(0.25, 0.25, 0.5), _array([1], [0], [0.5]))),
             Case("4 keys, 1 feature", (_array(0.4, 0.3, 0.2, 0.1), _array([1], [-1], [3], [0]))),
             Case("Random: 6 keys, 2 features", (_softmax(_normal(23, 6)), _normal(24, 6, 2))),
             Case("Large values", (_softmax(_normal(25, 8)), 1e3 * _normal(26, 8, 3))),
