@@ -65,7 +65,7 @@ def weights(weights, tokens=None, key_tokens=None):
 
     Raises:
         ValueError: another shape, or another number of tokens.
-        TypeError: no array of numbers, or a traced one.
+        TypeError: no array of numbers, or a traced one; or tokens that are no texts.
         ImportError: matplotlib is not installed.
 
     Example:
@@ -248,10 +248,7 @@ def _numbers(who, what, x, axes, fewer=0):
 def _labels(what, tokens, axis, size):
     if tokens is None:
         return [str(i) for i in range(size)]
-    tokens = [str(token).replace("\n", "\\n") for token in tokens]
-    if len(tokens) != size:
-        raise ValueError(f"pictures.weights: {what} must be {axis} = {size} strings, got {len(tokens)}.")
-    return tokens
+    return [token.replace("\n", "\\n") for token in _checks.tokens("pictures.weights", what, tokens, axis, size)]
 
 
 @functools.cache

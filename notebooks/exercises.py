@@ -268,6 +268,30 @@ def _masked_softmax_gradient(x, where):
     return weights * (_COTANGENT - (weights * _COTANGENT).sum(-1, keepdims=True))
 
 
+def _grouped_heads(query, key, value):
+    (T, N, _), (S, K, _) = query.shape, key.shape
+    heads = [n // (N // K) for n in range(N)]
+    seen = np.ones((T, S), bool)
+    return np.stack([_attend(query[:, n], key[:, k], value[:, k], seen) for n, k in enumerate(heads)], 1)
+
+
+def _other_weights(weights, value):
+    return weights
+
+
+def _has_the_same_output(got, weights, value):
+    got = np.asarray(got, np.float64)
+    if not (got >= -TOLERANCE).all():
+        return f"no weight may be negative or NaN, got {_shown(got)}."
+    if abs(got.sum() - 1) > TOLERANCE:
+        return f"the weights must sum to 1, got {_shown(got)}, which sum to {got.sum():.4g}."
+    out, found = weights @ value, got @ value
+    if (abs(found - out) > TOLERANCE * max(1.0, np.abs(value).max())).any():
+        return f"the output must stay {_shown(out)}, got {_shown(found)}."
+    moved = abs(got - weights).sum() / 2
+    return "" if moved >= 0.02 else f"at least 0.02 of the weight must be moved, got {moved:.2g}."
+
+
 # The exercises
 
 EXERCISES = {
@@ -430,5 +454,37 @@ EXERCISES = {
             "A sum lets everything through: x + (-inf) is nan where x is, and so is its gradient in an empty row.",
             "jnp.where(where, x, -jnp.inf), before all else that is done to x, lets nothing hidden through either way.",
         ),
+    ),
+    # 4. Heads
+    "grouped_heads": Exercise(
+        _grouped_heads,
+        (
+            Case("One head", (_normal(20, 3, 1, 4), _normal(21, 5, 1, 4), _normal(22, 5, 1, 2))),
+            Case("2 heads with keys of their own", (_normal(20, 3, 2, 4), _normal(21, 5, 2, 4), _normal(22, 5, 2, 3))),
+            Case("3 heads that share all keys", (_normal(20, 2, 3, 4), _normal(21, 5, 1, 4), _normal(22, 5, 1, 7))),
+            Case("6 query heads, 2 key heads", (_normal(20, 3, 6, 4), _normal(21, 5, 2, 4), _normal(22, 5, 2, 7))),
+            Case("As many queries as heads", (_normal(20, 4, 4, 4), _normal(21, 4, 2, 4), _normal(22, 4, 2, 4))),
+        ),
+        (
+            "Split the axis of query heads into groups: query.reshape(T, K, N // K, H).",
+            "Within a group only the query is mapped: jax.vmap(attend, in_axes=(1, None, None), out_axes=1).",
+            "Map that over the K groups: axis 1 of all three goes in, axis 1 comes out. Then join K and G again.",
+        ),
+    ),
+    "other_weights": Exercise(
+        _other_weights,
+        (
+            Case("The third value is the mean", (_array(0.25, 0.25, 0.5), _array([1], [0], [0.5]))),
+            Case("4 keys, 1 feature", (_array(0.4, 0.3, 0.2, 0.1), _array([1], [-1], [3], [0]))),
+            Case("Random: 6 keys, 2 features", (_softmax(_normal(23, 6)), _normal(24, 6, 2))),
+            Case("Large values", (_softmax(_normal(25, 8)), 1e3 * _normal(26, 8, 3))),
+        ),
+        (
+            "Add something to the weights that sums to 0, and that the values turn into 0.",
+            "So you need a direction d with d @ value = 0 and d.sum() = 0: D + 1 equations, S > D + 1 unknowns.",
+            "jnp.linalg.svd(jnp.c_[value, jnp.ones(S)].T)[2][-1] is such a direction.",
+            "Go along it as far as all weights stay at 0 or above: the smallest of weights / -d where d < 0.",
+        ),
+        judge=_has_the_same_output,
     ),
 }

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jattn
+
 SOLUTIONS = {}
 
 # (exercise, answer, what the checker must say of it)
@@ -421,3 +423,79 @@ def masked_softmax_holds_the_total(x, where):
 def masked_softmax_in_numpy(x, where):
     x, where = np.asarray(x), np.asarray(where)
     return np.asarray(masked_softmax(jnp.asarray(x), jnp.asarray(where)))
+
+
+# 4. Heads
+
+
+@solves("grouped_heads")
+def grouped_heads(query, key, value):
+    (T, N, H), K = query.shape, key.shape[1]
+    group = jax.vmap(jattn.attend, in_axes=(1, None, None), out_axes=1)
+    return jax.vmap(group, in_axes=1, out_axes=1)(query.reshape(T, K, N // K, H), key, value).reshape(T, N, -1)
+
+
+@wrong("grouped_heads", "3 heads that share all keys", "it raised ValueError", "vmap")
+def grouped_heads_ungrouped(query, key, value):
+    return jax.vmap(jattn.attend, in_axes=1, out_axes=1)(query, key, value)
+
+
+@wrong("grouped_heads", "6 query heads, 2 key heads", "value: ")
+def grouped_heads_in_turns(query, key, value):
+    heads = jnp.arange(query.shape[1]) % key.shape[1]  # n % K and not n // G
+    return jax.vmap(jattn.attend, in_axes=1, out_axes=1)(query, key[:, heads], value[:, heads])
+
+
+@wrong("grouped_heads", "2 heads with keys of their own", "shape: must be (3, 2, 3), got (2, 3, 3)")
+def grouped_heads_axis_not_moved_back(query, key, value):
+    return grouped_heads(query, key, value).swapaxes(0, 1)
+
+
+@wrong("grouped_heads", "2 heads with keys of their own", "value: ")
+def grouped_heads_one_softmax_for_all(query, key, value):
+    scores = jnp.einsum("tnh,skh->tnsk", query, key) / jnp.sqrt(query.shape[-1])
+    scores = jnp.where(jnp.eye(query.shape[1], key.shape[1], dtype=bool)[:, None], scores, -1e9)
+    weights = jax.nn.softmax(scores, (1, 2, 3))
+    return jnp.einsum("tnsk,skd->tnd", weights, value)
+
+
+@wrong("grouped_heads", "6 query heads, 2 key heads", "shape: must be (3, 6, 7), got (3, 2, 3, 7)")
+def grouped_heads_not_joined(query, key, value):
+    out = grouped_heads(query, key, value)
+    return out.reshape(3, 2, 3, 7) if out.shape == (3, 6, 7) else out
+
+
+@solves("other_weights")
+def other_weights(weights, value):
+    S, D = value.shape
+    directions = jnp.linalg.svd(jnp.concatenate([value, jnp.ones((S, 1))], 1).T)[2][D + 1 :]
+    moves = []
+    for d in (*directions, *-directions):
+        steps = jnp.where(d < -1e-6, weights / -jnp.where(d < -1e-6, d, -1), jnp.inf)
+        moves.append(steps.min() * d)
+    return weights + max(moves, key=lambda move: float(jnp.abs(move).sum()))
+
+
+@wrong("other_weights", "at least 0.02 of the weight must be moved, got 0.")
+def other_weights_the_same(weights, value):
+    return weights
+
+
+@wrong("other_weights", "value: the output must stay [0.5], got [0.625]")
+def other_weights_reversed(weights, value):
+    return weights[::-1]
+
+
+@wrong("other_weights", "value: no weight may be negative or NaN, got [-")
+def other_weights_too_far(weights, value):
+    return weights + 2 * (other_weights(weights, value) - weights)
+
+
+@wrong("other_weights", "value: the weights must sum to 1, got [0.5, 0.5, 1], which sum to 2.")
+def other_weights_doubled(weights, value):
+    return 2 * weights
+
+
+@wrong("other_weights", "The third value", "shape: must be (3,), got (1,)")
+def other_weights_outputs(weights, value):
+    return weights @ value

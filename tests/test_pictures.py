@@ -66,7 +66,7 @@ def test_tokens_label_queries_and_where_they_are_the_same_keys():
     assert labels(square.yaxis) == labels(square.xaxis) == ["$a$", "new\\nline"]
     oblong = pictures.weights(np.ones((1, 2)), tokens=["a"]).axes[0]
     assert (labels(oblong.yaxis), labels(oblong.xaxis)) == (["a"], ["0", "1"])
-    crossed = pictures.weights(np.ones((2, 1)), tokens="ab", key_tokens=["c"]).axes[0]
+    crossed = pictures.weights(np.ones((2, 1)), tokens=["a", "b"], key_tokens=["c"]).axes[0]
     assert (labels(crossed.yaxis), labels(crossed.xaxis)) == (["a", "b"], ["c"])
 
 
@@ -166,12 +166,12 @@ REFUSED = {
     "too few tokens": (
         lambda: pictures.weights(np.ones((2, 3)), tokens=["a"]),
         ValueError,
-        "pictures.weights: tokens must be T = 2 strings, got 1.",
+        "pictures.weights: tokens must be (T,) = (2,), got (1,).",
     ),
     "too many tokens of keys": (
-        lambda: pictures.weights(np.ones((1, 2, 3)), key_tokens="abcd"),
+        lambda: pictures.weights(np.ones((1, 2, 3)), key_tokens=list("abcd")),
         ValueError,
-        "pictures.weights: key_tokens must be S = 3 strings, got 4.",
+        "pictures.weights: key_tokens must be (S,) = (3,), got (4,).",
     ),
     "traced weights": (
         lambda: jax.jit(pictures.weights)(jnp.eye(2)),
