@@ -17,7 +17,18 @@ import optax
 from exercises import check, hint
 from flax import nnx
 
-from jattn import attend, attention, attention_weights, init_multihead, masks, multihead, pictures, softmax, testing
+from jattn import (
+    attend,
+    attention,
+    attention_weights,
+    explore,
+    init_multihead,
+    masks,
+    multihead,
+    pictures,
+    softmax,
+    testing,
+)
 
 np.set_printoptions(precision=4, suppress=True)
 
@@ -215,10 +226,11 @@ for name, library in LIBRARIES.items():
 # 0 times NaN is NaN. A weight of 0 is not the same as not looking: one bad document ruins its neighbours in a packed
 # batch. jattn never reads what is hidden, forward or backward.
 #
-# Here are the same arrays to play with: switch the mask and the policy, and watch row 0.
+# Here are the same arrays to play with: choose the query "pad", switch the policy, then the mask. (Where no scripts
+# run, you see the first state.)
 
 # %%
-# EXPLORE
+explore(query, key, value, mask, tokens=["pad", "a", "b", "c"])
 
 # %% [markdown]
 # ## The leak
@@ -338,7 +350,8 @@ print("causal: ", written(honest, masks.causal()))
 print("no mask:", written(cheat, None))
 
 # %% [markdown]
-# Neither is a writer after 500 steps on a licence. But one has learned how words look, the other which letters are many.
+# Neither is a writer after 500 steps on a licence. But one has learned how words look, the other which letters are
+# frequent.
 #
 # To find out like this costs a training run. The check needs none: on random weights, no output may depend on a later
 # input.
