@@ -270,6 +270,7 @@ def model(params, ids, mask):
     return x @ params["out"]
 
 
+@jax.jit
 def loss(params, ids, mask):
     """Nats per letter, the mean over (B, T + 1) letters."""
     scores = model(params, ids[:, :-1], mask)
@@ -339,11 +340,14 @@ print(f"no mask in training, only the past to see: {loss(cheat, held_out, masks.
 
 def written(params, mask, length=100):
     """What the model writes after the first T letters of the text: each letter drawn as likely as it finds it."""
-    draw = jax.jit(lambda rng, ids: jax.random.categorical(rng, model(params, ids, mask)[-1]))
-    found = ids[:T]
-    for rng in jax.random.split(jax.random.key(3), length):
-        found = jnp.append(found, draw(rng, found[-T:]))
-    return "".join(letters[i] for i in found[T:])
+
+    def step(seen, rng):
+        drawn = jax.random.categorical(rng, model(params, seen, mask)[-1])
+        return jnp.append(seen[1:], drawn), drawn
+
+    rngs = jax.random.split(jax.random.key(3), length)
+    _, drawn = jax.jit(lambda seen: jax.lax.scan(step, seen, rngs))(ids[:T])
+    return "".join(letters[i] for i in drawn)
 
 
 print("causal: ", written(honest, masks.causal()))
