@@ -118,6 +118,12 @@ weights = attention_weights(query, key, masks.causal())  # (L, N, T, S)
 pictures.weights(weights[1], tokens)
 
 # %% [markdown]
+# All layers, to walk through: choose a layer, a head and a query, and see the row step by step.
+
+# %%
+jattn.explore(query, key, value, masks.causal(), tokens=tokens)
+
+# %% [markdown]
 # How widely does each head look? The entropy says it, in nats, here its mean over queries: 0 is one key, log n is n
 # keys with equal weights.
 
