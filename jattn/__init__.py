@@ -9,10 +9,12 @@ from jattn._rotary import rotary
 from jattn._rows import entropy, log_softmax, logsumexp, naive_softmax, rows_normalised, softmax
 from jattn._tile import Stats
 from jattn._trace import Trace, trace
+from jattn.explore import Explorer, explore
 from jattn.interop.jax_nn import dot_product_attention
 
 __all__ = [
     "Cache",
+    "Explorer",
     "MultiHead",
     "Stats",
     "Trace",
@@ -23,6 +25,7 @@ __all__ = [
     "cached_attention",
     "dot_product_attention",
     "entropy",
+    "explore",
     "init_multihead",
     "log_softmax",
     "logsumexp",

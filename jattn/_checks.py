@@ -184,9 +184,14 @@ def known(*trees):
     return not any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
 
 
+def empty_row(who):
+    """What the policy `empty="raise"` says."""
+    return f"{who}: a query has no key that it may attend to, and empty='raise'. Pass empty='zero' for zeros."
+
+
 def no_empty_rows(who, empty):
     """The policy `empty="raise"`: now where `empty`, bool of any shape, is known, under checkify where it is traced."""
-    message = f"{who}: a query has no key that it may attend to, and empty='raise'. Pass empty='zero' for zeros."
+    message = empty_row(who)
     if known(empty):
         if np.any(empty):
             raise ValueError(message)
@@ -207,9 +212,10 @@ def positive(who, what, x):
 
 
 def tokens(who, what, x, axis, n):
-    """`x`, the texts of `axis`, which has size `n`, as a list."""
-    if isinstance(x, str) or not all(isinstance(token, str) for token in x):
-        raise _error(TypeError, who, what, "a list of texts", repr(x) if isinstance(x, str) else "other things in it")
-    if len(x) != n:
-        raise _error(ValueError, who, what, f"({axis},) = ({n},)", f"({len(x)},)", "One text for each position.")
-    return list(x)
+    """`x`, one text for each of the `n` places on `axis`, as a list."""
+    texts = list(x) if hasattr(x, "__iter__") and not isinstance(x, str) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise _error(TypeError, who, what, "a list of texts", repr(x))
+    if len(texts) != n:
+        raise _error(ValueError, who, what, f"({axis},) = ({n},)", f"({len(texts)},)", "One text for each position.")
+    return texts

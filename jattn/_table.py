@@ -68,9 +68,9 @@ _QUERIES, _KEYS, _WEIGHTS, _FEATURES = 12, 16, 8, 3
 
 
 def of_query(trace, query, tokens):
-    """The steps of one query of a Trace: a line for each key, named by `tokens`, S texts, and the sums below."""
+    """The steps of one query of a Trace: a line for each key, named by `tokens`, S texts or None, and the sums below."""
     row = _row(trace, query)
-    S, D = len(tokens), row["value"].shape[1]
+    S, D = row["value"].shape
     # What has made a row NaN comes first.
     sound = np.isfinite(row["masked"]) & np.isfinite(row["value"]).all(1)
     keys = _heaviest(np.where(row["visible"] & ~sound, np.inf, np.nan_to_num(row["weights"])), _KEYS)
@@ -87,7 +87,7 @@ def of_query(trace, query, tokens):
         # A hidden key is -inf by intention.
         expected = [not row["visible"][j] and x[j] == -np.inf for x in steps.values()]
         numbers = [number(x[j], by_intention) for x, by_intention in zip(steps.values(), expected, strict=True)]
-        return [f"{j} {tokens[j]}".strip(), *numbers, _some(row["value"][j]), _some(row["weighted"][j])]
+        return [_named(j, tokens), *numbers, _some(row["value"][j]), _some(row["weighted"][j])]
 
     blank = [""] * (len(steps) - 2)
     sums = [["sum", *blank, number(row["total"]), number(row["share"]), "", _some(row["out"])]]
@@ -111,19 +111,19 @@ def of_query(trace, query, tokens):
     return _marked(Table(f"query {query} over {S} keys", columns, [*map(line, keys)], sums, notes))
 
 
-def of_queries(trace):
-    """A line for each query of a Trace."""
+def of_queries(trace, tokens=None, key_tokens=None):
+    """A line for each query of a Trace, queries and keys named by texts, T and S of them, if there are any."""
     T, S = trace.visible.shape
     rows = [_row(trace, i) for i in range(min(T, _QUERIES))]
     keys = _heaviest(sum((row["weights"] for row in rows), np.zeros(S)), _WEIGHTS)
     D = trace.value.shape[1]
-    columns = ["query", "peak", "sum of exp", "entropy", *(f"weight {j}" for j in keys)]
+    columns = ["query", "peak", "sum of exp", "entropy", *(f"weight {_named(j, key_tokens)}" for j in keys)]
     columns += ["other weights"] * (len(keys) < S) + [f"out{f' ({_FEATURES} of {D})' * (D > _FEATURES)}"]
     lines = []
     for i, row in enumerate(rows):
         numbers = [row["peak"], row["total"], row["entropy"], *row["weights"][keys]]
         numbers += [row["share"] - row["weights"][keys].sum()] * (len(keys) < S)
-        lines.append([f"{i}{'' if row['visible'].any() else ' (empty)'}", *map(number, numbers), _some(row["out"])])
+        lines.append([_named(i, tokens) + " (empty)" * (not row["visible"].any()), *map(number, numbers), _some(row["out"])])
     others = number(np.asarray(trace.weights)[len(rows) :].sum())
     notes = [f"{T - len(rows)} of {T} queries are left out. Their weights sum to {others}."] * (len(rows) < T)
     empty = T - int(np.asarray(trace.visible).any(1).sum())
@@ -148,6 +148,10 @@ def _row(trace, query):
 def _heaviest(weights, n):
     """The indices of the n largest, in order."""
     return np.sort(np.argsort(-weights, stable=True)[:n])
+
+
+def _named(i, tokens):
+    return str(i) if tokens is None or tokens[i] == str(i) else f"{i} {tokens[i]}"
 
 
 def _some(features):

@@ -116,8 +116,8 @@ class Trace:
         """
         who = "Trace.table"
         self._has_one_head(who)
-        S = self.visible.shape[1]
-        tokens = [""] * S if tokens is None else _checks.tokens(who, "tokens", tokens, "S", S)
+        if tokens is not None:
+            tokens = _checks.tokens(who, "tokens", tokens, "S", self.visible.shape[1])
         return _table.of_query(self, self._query(who, query), tokens)
 
     def __str__(self):
