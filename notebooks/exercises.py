@@ -293,7 +293,7 @@ def _has_the_same_output(got, weights, value):
 
 
 def _folded(absorb):
-    """The output, (D,), of logits (chunks, s) and values (chunks, s, D) that an answer absorbs chunk by chunk."""
+    """What comes of logits (chunks, s) and values (chunks, s, D) that an answer absorbs chunk by chunk: (D,)."""
 
     def fold(logits, value):
         state = -jnp.inf, jnp.zeros(()), jnp.zeros(value.shape[-1])
@@ -322,6 +322,32 @@ def _merge_parts(outs, lses):
         if seen.any():
             out[t] = _softmax(lses[seen, t]) @ outs[seen, t]
     return out
+
+
+def _decode(query, keys, values, length):
+    seen = slice(0, int(length))
+    return _attend(query[None], keys[seen], values[seen], np.ones((1, int(length)), bool))[0]
+
+
+def _slots(seed, written, unwritten, D=3, garbage=0.0):
+    """A query, and keys and values of which some are written."""
+    keys, values = _normal(seed, written + unwritten, 4), _normal(seed + 1, written + unwritten, D)
+    keys[written:], values[written:] = garbage, garbage
+    return _normal(seed + 2, 4), keys, values, np.array(written)
+
+
+_KEYS = _normal(50, 7, 3)
+
+
+def _of_lse(answer):
+    """An answer, asked about the lse of keys of this module."""
+    return lambda x, v: answer(lambda x: jax.nn.logsumexp(jnp.asarray(_KEYS, x.dtype) @ x), x, v)
+
+
+def _hessian_vector(x, v):
+    weights = _softmax(_KEYS @ x)
+    apart = _KEYS - weights @ _KEYS
+    return apart.T @ (weights * (apart @ v))
 
 
 # The exercises
@@ -535,7 +561,7 @@ EXERCISES = {
         (
             "The new peak is the larger of the old one and the largest logit of the chunk.",
             "The old sums fade by exp(old peak - new peak); the chunk adds exp(logits - new peak), and that @ value.",
-            "Before the first key that is seen, peak is -inf, and -inf - -inf is nan. Subtract a 0 for such a new peak.",
+            "Before the first key that is seen, peak is -inf, and -inf - -inf is nan. For such a new peak subtract 0.",
         ),
     ),
     "merge_parts": Exercise(
@@ -553,6 +579,35 @@ EXERCISES = {
             "Subtract the largest lse of a query first; where all are -inf, subtract 0.",
             "0 * nan is nan: put a 0 in place of the outs of parts that have seen nothing.",
             "A query without anything has the sum 0: divide by 1 there.",
+        ),
+    ),
+    # 6. In a pipeline
+    "decode": Exercise(
+        _decode,
+        (
+            Case("All slots written", _slots(40, 5, 0), made=jax.jit),
+            Case("3 of 5 slots written, zeros in the others", _slots(41, 3, 2), made=jax.jit),
+            Case("One slot written", _slots(42, 1, 4), made=jax.jit),
+            Case("Huge numbers in the other slots", _slots(43, 4, 3, garbage=1e30), made=jax.jit),
+            Case("NaN in the other slots", _slots(44, 4, 3, garbage=NAN), made=jax.jit),
+        ),
+        (
+            "A length without a value cannot cut an array. A mask can: jnp.arange(C) < length.",
+            "jattn has that mask: masks.lengths(key=length). attend wants queries (T, H): query[None], then [0].",
+            "By hand: -inf before softmax hides a weight, but 0 * nan is nan. jnp.where hides the values too.",
+        ),
+    ),
+    "hessian_vector": Exercise(
+        _hessian_vector,
+        (
+            Case("The lse of 7 keys, along one axis", (_array(0.1, -0.2, 0.3), _array(1, 0, 0)), made=_of_lse),
+            Case("Along a random direction", (_normal(51, 3), _normal(52, 3)), made=_of_lse),
+            Case("Along no direction", (_normal(51, 3), np.zeros(3)), made=_of_lse),
+            Case("Where one key has all the weight", (100 * _normal(51, 3), _normal(52, 3)), made=_of_lse),
+        ),
+        (
+            "The gradient is a function from (n,) to (n,). The Hessian times v is how it moves as x moves along v.",
+            "jax.jvp(function, (x,), (v,)) gives a pair: the function at x, and how it moves along v.",
         ),
     ),
 }

@@ -584,3 +584,82 @@ def merge_parts_empty_row_nan(outs, lses):
 @wrong("merge_parts", "Two parts with as much in each", "shape: must be (1, 2), got (2, 1, 2)")
 def merge_parts_not_summed(outs, lses):
     return jax.nn.softmax(lses, 0)[..., None] * outs
+
+
+# 6. In a pipeline
+
+
+@solves("decode")
+def decode(query, keys, values, length):
+    return jattn.attend(query[None], keys, values, jattn.masks.lengths(key=length))[0]
+
+
+@wrong("decode", "nothing is there yet")
+def decode_stub(query, keys, values, length): ...
+
+
+@wrong("decode", "All slots written", "it raised IndexError", "slice")
+def decode_cuts(query, keys, values, length):
+    return jattn.attend(query[None], keys[:length], values[:length])[0]
+
+
+@wrong("decode", "All slots written", "it raised", "traced")
+def decode_asks_for_the_length(query, keys, values, length):
+    return decode(query, keys, values, jnp.array(int(length)))
+
+
+@wrong("decode", "3 of 5 slots written", "value: ")
+def decode_reads_all(query, keys, values, length):
+    return jattn.attend(query[None], keys, values)[0]
+
+
+@wrong("decode", "All slots written", "value: ")
+def decode_one_too_few(query, keys, values, length):
+    return decode(query, keys, values, length - 1)
+
+
+@wrong("decode", "3 of 5 slots written", "value: ")
+def decode_zero_logits(query, keys, values, length):
+    logits = jnp.where(jnp.arange(len(keys)) < length, keys @ query / 2, 0)
+    return jax.nn.softmax(logits) @ values
+
+
+@wrong("decode", "NaN in the other slots", "value: ", "got [nan, nan, nan]")
+def decode_reads_values(query, keys, values, length):
+    logits = jnp.where(jnp.arange(len(keys)) < length, keys @ query / 2, -jnp.inf)
+    return jax.nn.softmax(logits) @ values
+
+
+@wrong("decode", "All slots written", "shape: must be (3,), got (1, 3)")
+def decode_keeps_an_axis(query, keys, values, length):
+    return decode(query, keys, values, length)[None]
+
+
+@solves("hessian_vector")
+def hessian_vector(f, x, v):
+    return jax.jvp(jax.grad(f), (x,), (v,))[1]
+
+
+@wrong("hessian_vector", "along one axis", "type: must be an array of floating numbers, got tuple")
+def hessian_vector_pair(f, x, v):
+    return jax.jvp(jax.grad(f), (x,), (v,))
+
+
+@wrong("hessian_vector", "along one axis", "shape: must be (3,), got ()")
+def hessian_vector_first_derivative(f, x, v):
+    return jax.jvp(f, (x,), (v,))[1]
+
+
+@wrong("hessian_vector", "along one axis", "shape: must be (3,), got (3, 3)")
+def hessian_vector_not_multiplied(f, x, v):
+    return jax.hessian(f)(x)
+
+
+@wrong("hessian_vector", "along one axis", "value: ")
+def hessian_vector_gradient_times(f, x, v):
+    return jax.grad(f)(x) * v
+
+
+@wrong("hessian_vector", "along one axis", "value: ")
+def hessian_vector_a_whole_step(f, x, v):
+    return jax.grad(f)(x + v) - jax.grad(f)(x)
