@@ -37,7 +37,7 @@ mapped = jax.vmap(head, in_axes=1, out_axes=1)(query, key, value)
 print(mapped.shape, "differs from attention by", jnp.abs(mapped - attention(query, key, value, masks.causal())).max())
 
 # %% [markdown]
-# **Predict first.** A number in the query of head 1 changes. Which heads give another output?
+# **Predict.** A number in the query of head 1 changes. Which heads give another output?
 
 # %%
 jacobian = jax.jacobian(lambda query: attention(query, key, value).sum(0))(query)  # (N, D, T, N, H)
@@ -54,7 +54,7 @@ print(jnp.abs(jacobian).sum((1, 2, 4)))
 # Heads of queries may share a head of keys and values. With N query heads on K key/value heads, query head n reads
 # key/value head n // G, where G = N / K.
 #
-# **Predict first.** 6 query heads, 2 key/value heads. Who reads key/value head 1?
+# **Predict.** 6 query heads, 2 key/value heads. Who reads key/value head 1?
 
 # %%
 N, K = 6, 2
@@ -131,7 +131,7 @@ jattn.explore(query, key, value, masks.causal(), tokens=tokens)
 pictures.entropy(entropy(weights).mean(-1))
 
 # %% [markdown]
-# **Predict first.** In layer 1, head 0 gives much of its weight to the token before the query. Does it do so in other
+# **Predict.** In layer 1, head 0 gives much of its weight to the token before the query. Does it do so in other
 # sentences? Do the other heads keep to what they do here?
 
 # %%
@@ -156,7 +156,7 @@ for sentence in sentences:
 # Two layers of two heads, and one query. In one layer, head 0 reads the first key and head 1 the second. In the other,
 # both heads read both keys.
 #
-# **Predict first.** A picture shows the mean of the heads' weights. In which layer is it which?
+# **Predict.** A picture shows the mean of the heads' weights. In which layer is it which?
 
 # %%
 key = value = jnp.eye(2)[:, None]  # two keys, one key/value head
@@ -178,7 +178,7 @@ for i, of in enumerate(weights):
 # %% [markdown]
 # ## What weights do not say: how large the values are
 #
-# **Predict first.** One key has 97 % of the weight. What does the output lose if its value is replaced by zeros?
+# **Predict.** One key has 97 % of the weight. What does the output lose if its value is replaced by zeros?
 
 # %%
 query, key = jnp.array([[5.0, 0.0]]), jnp.eye(2)
@@ -208,7 +208,7 @@ for what, of in {"most weight": weights, "brings most": brought}.items():
 # %% [markdown]
 # ## What weights do not say: which weights they are
 #
-# **Predict first.** The third value is the mean of the first two. Which weights give the output (0.5, 0.5)?
+# **Predict.** The third value is the mean of the first two. Which weights give the output (0.5, 0.5)?
 
 # %%
 value = jnp.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
@@ -246,7 +246,7 @@ print(f"and the outputs differ by {abs((same - own) @ values).max():.0e}")
 # After a head come the projection that mixes it with the others, the residual path that goes around it, and later
 # layers. To see how much a head matters, take it out and see how the probabilities of the next token change.
 #
-# **Predict first.** Which heads matter most: those that look at few tokens, or those that look widely?
+# **Predict.** Which heads matter most: those that look at few tokens, or those that look widely?
 
 # %%
 tokens, logits, (query, key, value) = read(sentences[0])
@@ -298,7 +298,7 @@ for i, j in itertools.combinations(range(3), 2):
 pictures.mask(masks.lengths(key=int(lengths[0])), T=ids.shape[1], S=ids.shape[1] + 4)
 
 # %% [markdown]
-# **Predict first.** A short sentence is filled up with 0, 2, 8, 32 tokens of padding, and nobody says so to the model.
+# **Predict.** A short sentence is filled up with 0, 2, 8, 32 tokens of padding, and nobody says so to the model.
 # Then someone does. How much does its meaning change?
 
 # %%

@@ -25,7 +25,7 @@ jnp.set_printoptions(precision=4, suppress=True)
 # `method="dense"` makes all logits of a head at once. How much memory a compiled program needs beside its inputs and
 # outputs, the compiler knows before anything runs.
 #
-# **Predict first.** T doubles. What happens to the memory that the gradient needs?
+# **Predict.** T doubles. What happens to the memory that the gradient needs?
 
 
 # %%
@@ -56,7 +56,7 @@ print(f"at this rate, T = 100 000: {need * (100_000 / T) ** 2 / 1e3:.0f} GB")
 # Softmax seems to need all logits of a row: their peak, then the sum of exp(logit - peak). But what if keys arrive one
 # after another, and each is forgotten at once?
 #
-# **Predict first.** Three things are kept: the peak so far, the sum of exp(logit - peak), and the sum of that times the
+# **Predict.** Three things are kept: the peak so far, the sum of exp(logit - peak), and the sum of that times the
 # values. Now a logit arrives that is larger than all before it. What must happen to the two sums?
 
 
@@ -81,7 +81,7 @@ print(f"\nall at once: {jattn.softmax(logits) @ values:.4f}")
 # They fade by exp(old peak - new peak), as if they had been taken with the new peak all along. After each key,
 # acc / total is the attention over the keys so far. This is the *online softmax*.
 #
-# **Predict first.** The same keys in another order?
+# **Predict.** The same keys in another order?
 
 # %%
 for order in ([4, 3, 2, 1, 0], [3, 0, 4, 1, 2]):
@@ -115,7 +115,7 @@ for size in (1, 7, 100):
     print(f"{size:3} keys at a time differs from attend by {error:.0e}")
 
 # %% [markdown]
-# **Predict first.** Under a mask some tiles hold no visible pair, and some hold only visible ones. What does a tile of
+# **Predict.** Under a mask some tiles hold no visible pair, and some hold only visible ones. What does a tile of
 # each kind cost?
 
 # %%
@@ -155,7 +155,7 @@ for rule in (masks.causal(), masks.window(left=1023, right=0), masks.window(left
 #
 # One half of the keys is here, the other on another machine. Each computes its attention.
 #
-# **Predict first.** Is the whole the mean of the two?
+# **Predict.** Is the whole the mean of the two?
 
 # %%
 query, key, value = jax.random.normal(jax.random.key(2), (3, 6, 4))
@@ -173,7 +173,7 @@ print("shares of the first half, query by query:", jattn.softmax(jnp.stack([seen
 # they mix. So (out, lse) is a whole state of the online softmax. It does not matter who computed it, or in which order
 # parts meet: a block of keys, a cache, another machine.
 #
-# **Predict first.** A part in which a query sees nothing has no attention at all. What does it add?
+# **Predict.** A part in which a query sees nothing has no attention at all. What does it add?
 
 # %%
 nothing, seen_nothing = attend(query, key, value, masks.lengths(key=0), return_stats=True)
@@ -185,7 +185,7 @@ print(f"its lse is {seen_nothing.lse[0]}; merged with it, the output moves by {j
 #
 # The memory of a gradient is what the forward pass keeps for it.
 #
-# **Predict first.** What does each method keep?
+# **Predict.** What does each method keep?
 
 
 # %%
@@ -228,7 +228,7 @@ for name, by_hand, by_jax in zip(
 # is linear in the tangents, so JAX transposes it into the lines above; and it is a function like any other, so JAX
 # differentiates it again.
 #
-# **Predict first.** Forward mode, and a Hessian times a vector, in linear memory: are they those of dense?
+# **Predict.** Forward mode, and a Hessian times a vector, in linear memory: are they those of dense?
 
 # %%
 direction = jax.random.normal(jax.random.key(4), query.shape)

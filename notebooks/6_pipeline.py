@@ -27,7 +27,7 @@ jnp.set_printoptions(precision=4, suppress=True)
 # JAX runs the Python of a function once, to record what it does to arrays. That is a *trace*; the compiled record
 # answers all later calls that fit. Python that counts, counts traces.
 #
-# **Predict first.** Which of the calls below fit the record, and which are traced again?
+# **Predict.** Which of the calls below fit the record, and which are traced again?
 
 # %%
 traces = 0
@@ -58,7 +58,7 @@ for what, args in calls.items():
 # Shapes and dtypes belong to the record, numbers do not. Mask rules, too, go in as arguments: they are pytrees. A
 # Python number in a rule belongs to the program, which can then leave out tiles. An array in a rule is data.
 #
-# **Predict first.** Three windows. How many traces with Python numbers, how many with arrays?
+# **Predict.** Three windows. How many traces with Python numbers, how many with arrays?
 
 # %%
 traces = 0
@@ -82,7 +82,7 @@ for what, kind in {"Python numbers": int, "arrays": jnp.array}.items():
 #
 # `attend` takes one head of one sequence.
 #
-# **Predict first.** Three sequences, and one rule that holds three lengths. What does `vmap` do with the rule?
+# **Predict.** Three sequences, and one rule that holds three lengths. What does `vmap` do with the rule?
 
 # %%
 x = jax.random.normal(jax.random.key(1), (3, 5, 8))
@@ -101,7 +101,7 @@ print("largest number of each sequence:", jnp.abs(out).max((1, 2)))
 #
 # The lse of a query is log of the sum of exp(logits): a soft maximum of how well keys match.
 #
-# **Predict first.** The query moves a little. In which direction does the lse grow fastest?
+# **Predict.** The query moves a little. In which direction does the lse grow fastest?
 
 # %%
 query = jax.random.normal(jax.random.key(2), (3,))
@@ -123,7 +123,7 @@ print("scale * weights @ key   ", scale * weights @ key)
 # %% [markdown]
 # ## Hessian: how sharply it turns
 #
-# **Predict first.** The first derivative is a mean. What is the second?
+# **Predict.** The first derivative is a mean. What is the second?
 
 # %%
 hessian = jax.hessian(lse)(query)
@@ -151,7 +151,7 @@ for times in (1, 10, 100, 1000):
 #
 # `grad` tells of one number how it depends on all inputs. `jvp` tells of all outputs how they move along one direction.
 #
-# **Predict first.** The query walks towards key 2. What happens to the entropy: does attention get sharper or wider?
+# **Predict.** The query walks towards key 2. What happens to the entropy: does attention get sharper or wider?
 
 
 # %%
@@ -178,7 +178,7 @@ for name, slope in slopes.items():
 # A decoder reads token by token. `cached_attention` appends the new key and value and attends to all so far. Arrays
 # keep their shapes; only a length grows.
 #
-# **Predict first.** 64 tokens, one at a time. How many traces?
+# **Predict.** 64 tokens, one at a time. How many traces?
 
 # %%
 traces = 0
@@ -260,7 +260,7 @@ for what, generate in {"with a cache": demo.with_cache, "without": demo.without_
 #
 # A compiled program cannot raise an error.
 #
-# **Predict first.** A cache has room for 4 tokens, and a jitted loop writes a fifth. What comes out?
+# **Predict.** A cache has room for 4 tokens, and a jitted loop writes a fifth. What comes out?
 
 # %%
 x = jnp.ones((5, 1, 2))
