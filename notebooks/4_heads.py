@@ -34,7 +34,8 @@ query, key, value = jax.random.normal(jax.random.key(0), (3, T, N, H))
 
 head = partial(attend, mask=masks.causal())
 mapped = jax.vmap(head, in_axes=1, out_axes=1)(query, key, value)
-print(mapped.shape, "differs from attention by", jnp.abs(mapped - attention(query, key, value, masks.causal())).max())
+together = attention(query, key, value, masks.causal())
+print(mapped.shape, "differs from attention by", jnp.abs(mapped - together).max())
 
 # %% [markdown]
 # **Predict.** A number in the query of head 1 changes. Which heads give another output?
@@ -80,7 +81,8 @@ print("differs from attention by", jnp.abs(grouped - attention(query, key, value
 # %%
 for K in (8, 2, 1):
     cache = Cache.create(capacity=4096, K=K, H=64, dtype=jnp.bfloat16)
-    print(f"{K} key/value heads: {(cache.key.nbytes + cache.value.nbytes) / 1e6:.1f} MB for 4096 tokens of one layer")
+    megabytes = (cache.key.nbytes + cache.value.nbytes) / 1e6
+    print(f"{K} key/value heads: {megabytes:.1f} MB for 4096 tokens of one layer")
 
 # %% [markdown]
 # ## A real decoder
@@ -104,7 +106,7 @@ def read(text):
 
 
 tokens, logits, (query, key, value) = read("The Cat looked at Alice, and Alice looked at the Cat")
-print(f"{config.n_layers} layers, {config.n_heads} query heads on {config.n_kv_heads} key/value heads of {D} features")
+print(f"{config.n_layers} layers, {config.n_heads} query heads on {config.n_kv_heads} key/value heads,", D, "features")
 print("tokens: " + "|".join(tokens))
 for i in jnp.argsort(-logits[-1])[:4]:
     print(f"next, with probability {jattn.softmax(logits[-1])[i]:.2f}: {names[i]!r}")
@@ -288,11 +290,11 @@ parameters, vocabulary, sizes = minilm.load()
 meanings = jax.jit(partial(minilm.meanings, config=sizes))
 ids, lengths = minilm.batch(minilm.SENTENCES, vocabulary)
 vectors = meanings(parameters, ids, lengths)
-for i, j in itertools.combinations(range(3), 2):
-    print(f"{vectors[i] @ vectors[j]:.4f}  {minilm.SENTENCES[i]}  {minilm.SENTENCES[j]}")
+for (i, j), published in zip(itertools.combinations(range(3), 2), minilm.PUBLISHED, strict=True):
+    print(f"{vectors[i] @ vectors[j]:.4f}, published {published:.4f}:", *(minilm.SENTENCES[n] for n in (i, j)))
 
 # %% [markdown]
-# These are the numbers that its authors publish. `masks.lengths` did it: keys from a sentence's length on are hidden.
+# In that batch `masks.lengths` hid the keys from each sentence's length on:
 
 # %%
 pictures.mask(masks.lengths(key=int(lengths[0])), T=ids.shape[1], S=ids.shape[1] + 4)
