@@ -55,7 +55,7 @@ wheel: $(READY)  ## build the wheel into dist and import it in an empty environm
 	cd $(VENV)/empty && bin/python -c "import jattn; print('imported from', jattn.__file__)"
 
 clean:  ## remove the environments and everything built
-	rm -rf .venv* dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv* dist demo .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Without what these packages want to import: only their files are read.

@@ -6,6 +6,7 @@ JAX, and an example of how jattn is called.
 
 import argparse
 import functools
+import pathlib
 import sys
 
 import jax
@@ -193,12 +194,28 @@ def print_generation(model, tokenizer, ids, count):
     return all((agree, cached == plain, plain == own))
 
 
+def explorer(layers, tokens):
+    """The page to explore all layers and heads."""
+    query, key, value = (jnp.stack(arrays) for arrays in zip(*layers, strict=True))
+    return jattn.explore(query, key, value, masks.causal(), tokens=tokens)
+
+
+def save(folder, explorer):
+    """Saves what is to be looked at, and prints where it is."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"  {explorer.save(folder / 'explorer.html')}: open it in a browser. It needs no network.")
+    except OSError as error:
+        print(f"  not saved: {error}")
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m jattn", description="A real decoder on jattn's attention.")
     parser.add_argument("sentence", nargs="?", default=SENTENCE)
     parser.add_argument("--layer", type=int, default=2, help="the layer to look into, from 0")
     parser.add_argument("--head", type=int, default=3, help="its query head, from 0")
     parser.add_argument("--query", type=int, help="the position of its query, from 0; if not given, the middle")
+    parser.add_argument("--out", type=pathlib.Path, default="demo", help="the folder for its page, demo if not given")
     args = parser.parse_args(argv)
     try:
         import glassllm
@@ -248,6 +265,9 @@ def main(argv=None):
     if count:
         print(f"\n5. The {count} tokens that come next, each the likeliest")
         agree.append(print_generation(model, tokenizer, ids, count))
+
+    print("\nTo look inside: every layer, head and query of this sentence")
+    save(args.out, explorer(layers, tokens))
 
     verdict = "Everything agrees" if all(agree) else "DISAGREEMENT: not everything is equal"
     print(f"\n{verdict} to {TOLERANCE:g} of the largest number.")

@@ -60,7 +60,7 @@ def number(x, expected=False):
     """A number as text, with a "!" where it is not finite, unless that is `expected`."""
     if not math.isfinite(x):
         return ("NaN" if math.isnan(x) else str(float(x))) + "!" * (not expected)
-    return f"{x:.4f}" if x == 0 or 1e-3 <= abs(x) < 1e6 else f"{x:.2e}"
+    return f"{x + 0.0:.4f}" if x == 0 or 1e-3 <= abs(x) < 1e6 else f"{x:.2e}"
 
 
 # What is shown at most: queries, keys of one query, weights of many queries, features of a value.
@@ -68,7 +68,7 @@ _QUERIES, _KEYS, _WEIGHTS, _FEATURES = 12, 16, 8, 3
 
 
 def of_query(trace, query, tokens):
-    """The steps of one query of a Trace: a line for each key, named by `tokens`, S texts or None, and the sums below."""
+    """The steps of one query of a Trace: a line for each key, named by `tokens` if there are any, and sums below."""
     row = _row(trace, query)
     S, D = row["value"].shape
     # What has made a row NaN comes first.
@@ -90,7 +90,7 @@ def of_query(trace, query, tokens):
         return [_named(j, tokens), *numbers, _some(row["value"][j]), _some(row["weighted"][j])]
 
     blank = [""] * (len(steps) - 2)
-    sums = [["sum", *blank, number(row["total"]), number(row["share"]), "", _some(row["out"])]]
+    sums = [["sum", *blank, number(row["total"]), number(row["weights"].sum()), "", _some(row["out"])]]
     if "sink" in row:
         shifted = row["sink"] - row["peak"]
         exp = np.exp(shifted)
@@ -98,7 +98,7 @@ def of_query(trace, query, tokens):
         told = [number(x, x == -np.inf) for x in (row["sink"], shifted, exp, weight)]
         sums.insert(0, ["sink", *blank[2:], *told, "", ""])
 
-    others = number(row["share"] - row["weights"][keys].sum())
+    others = number(np.delete(row["weights"], keys).sum())
     notes = [f"{S - len(keys)} of {S} keys are left out. They hold {others} of the weight."] * (len(keys) < S)
     seen = f"{row['visible'].sum()} of {S} keys visible"
     if row["visible"].any():
@@ -122,14 +122,15 @@ def of_queries(trace, tokens=None, key_tokens=None):
     lines = []
     for i, row in enumerate(rows):
         numbers = [row["peak"], row["total"], row["entropy"], *row["weights"][keys]]
-        numbers += [row["share"] - row["weights"][keys].sum()] * (len(keys) < S)
-        lines.append([_named(i, tokens) + " (empty)" * (not row["visible"].any()), *map(number, numbers), _some(row["out"])])
+        numbers += [np.delete(row["weights"], keys).sum()] * (len(keys) < S)
+        name = _named(i, tokens) + " (empty)" * (not row["visible"].any())
+        lines.append([name, *map(number, numbers), _some(row["out"])])
     others = number(np.asarray(trace.weights)[len(rows) :].sum())
     notes = [f"{T - len(rows)} of {T} queries are left out. Their weights sum to {others}."] * (len(rows) < T)
     empty = T - int(np.asarray(trace.visible).any(1).sum())
     if empty:
         notes.append(f"{empty} of {T} queries see no key: {_POLICY.format(trace.empty)}.")
-    return _marked(Table(f"{T} queries over {S} keys", columns, lines, [], [*notes, "One query: trace.table(query)."]))
+    return _marked(Table(f"{T} queries over {S} keys", columns, lines, [], notes))
 
 
 _POLICY = "zeros, by empty={!r}"
@@ -142,7 +143,7 @@ def _row(trace, query):
     if trace.sink is not None:
         row["sink"] = trace.sink
     row = {name: np.asarray(x, bool if name == "visible" else np.float64) for name, x in row.items()}
-    return row | {"value": np.asarray(trace.value, np.float64), "share": row["weights"].sum()}
+    return row | {"value": np.asarray(trace.value, np.float64)}
 
 
 def _heaviest(weights, n):

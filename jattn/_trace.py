@@ -124,7 +124,9 @@ class Trace:
         problem = self._problem()
         if problem:
             return f"{self!r}: {problem}"
-        return str(self.table() if len(self.visible) == 1 else _table.of_queries(self))
+        if len(self.visible) == 1:
+            return str(self.table())
+        return f"{_table.of_queries(self)}\nOne query, step by step: trace.table(query)."
 
     def __repr__(self):
         shapes = {name: getattr(getattr(self, name), "shape", ()) for name in ("weights", "out")}
@@ -201,7 +203,7 @@ def trace(
         ---------------------------------------------------------------------
         0      0.7071      1.0000   0.0000    1.0000    0.0000  1.0000 0.0000
         1      0.7071      1.4931   0.6343    0.3302    0.6698  0.3302 0.6698
-        One query: trace.table(query).
+        One query, step by step: trace.table(query).
     """
     call = _attention._Call("trace", heads=False)
     call.arrays(query=query, key=key, value=value)

@@ -68,18 +68,38 @@ def test_the_slopes_of_a_row_are_the_same_by_grad_and_by_jvp():
         assert_agrees(reverse[name], forward[name])
 
 
-def test_the_demo_runs_and_everything_agrees():
-    run = subprocess.run([sys.executable, "-m", "jattn"], capture_output=True, text=True, encoding="utf-8")
+def test_the_demo_runs_and_everything_agrees(tmp_path):
+    command = [sys.executable, "-m", "jattn", "--out", tmp_path / "a" / "b"]
+    run = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stderr == ""
     assert "Everything agrees" in run.stdout
     assert "make test" in run.stdout
+    page = tmp_path / "a" / "b" / "explorer.html"
+    assert str(page) in run.stdout
+    assert "</html>" in page.read_text("utf-8")
 
 
-def test_the_demo_fails_where_something_differs(monkeypatch, capsys):
+def test_the_demo_s_page_holds_all_layers_and_heads():
+    model, tokenizer = glassllm.load_pretrained("en")
+    _, layers, _ = both(SENTENCES[1])
+    tokens = [tokenizer.vocab[i] for i in tokenizer.encode(SENTENCES[1])]
+    page = demo.explorer(layers, tokens)
+    N = model.cfg.n_heads
+    assert repr(page).startswith(f"Explorer({model.cfg.n_layers} layers, {N} heads, {len(tokens)} queries")
+
+
+def test_the_demo_goes_on_where_nothing_can_be_written(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    x = jnp.eye(2)
+    demo.save(tmp_path / "file" / "folder", jattn.explore(x, x, x))
+    assert "not saved: " in capsys.readouterr().out
+
+
+def test_the_demo_fails_where_something_differs(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(demo, "print_row", lambda *args: True)
     monkeypatch.setattr(demo, "print_slopes", lambda *args: False)
-    assert demo.main(["The Cat"]) == 1
+    assert demo.main(["The Cat", "--out", str(tmp_path)]) == 1
     assert "DISAGREEMENT" in capsys.readouterr().out
 
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 # Whatever else it takes is an option, by keyword only.
 SURFACE = {
     "Cache": "key value lengths positions",
+    "Explorer": None,
     "MultiHead": "query key value out query_bias key_bias value_bias out_bias query_norm key_norm",
     "Stats": "lse max_logit entropy",
     "Trace": "",
@@ -28,6 +29,7 @@ SURFACE = {
     "cached_attention": "query key value cache mask bias",
     "dot_product_attention": "query key value bias mask",
     "entropy": "weights axis",
+    "explore": "query key value mask",
     "init_multihead": "rng features N K H D",
     "log_softmax": "x axis where",
     "logsumexp": "x axis where",
@@ -64,6 +66,7 @@ INTEROP = {
 }
 METHODS = {
     "Cache.create": "capacity K H D",
+    "Explorer.save": "self path",
     "Trace.rows": "self query",
     "Trace.table": "self query tokens",
 }

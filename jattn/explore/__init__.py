@@ -40,6 +40,12 @@ class Explorer:
 
         Raises:
             OSError: nothing can be written there.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     explore(jnp.eye(2), jnp.eye(2), jnp.eye(2)).save(f"{folder}/page.html").name
+            'page.html'
         """
         path = pathlib.Path(path)
         # A token may hold half a character.
@@ -117,7 +123,7 @@ def explore(query, key, value, mask=None, *, tokens=None, key_tokens=None, scale
     dtype = "float64" if arrays["query"].dtype == np.float64 else "float32"
     query, key, value = (np.asarray(x, dtype).reshape(L, x.shape[-rank + (rank > 3)], -1, x.shape[-1])
                          for x in arrays.values())  # fmt: skip
-    scale = 1 / np.sqrt(H) if scale is None else float(np.asarray(call.args["scale"]))
+    scale = float(np.asarray(call.args.get("scale", 1 / np.sqrt(H)), dtype))
 
     layers, groups, notes = _kept(who, L, N, K, T * (N // K) * H + S * (H + D))
     heads = groups * (N // K)

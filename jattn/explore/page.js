@@ -68,7 +68,7 @@ function number(x, expected = false) {
 
 if (typeof module !== "undefined") module.exports = { attendRow, softmaxIn, half, number };
 
-// The page: a state, what it computes, and one function that draws it all.
+// The page: a state, and what draws it.
 
 function start() {
   const $ = (id) => document.getElementById(id);
@@ -141,8 +141,6 @@ function start() {
     state.move[axis] = Math.min(Math.max(to, -bound), bound) - here;
   }
 
-  // Drawing
-
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const short = (text, n = 12) => (text.length > n ? text.slice(0, n - 1) + "…" : text);
   const named = (i, names) => (names[i] === String(i) ? `${i}` : `${i} ${names[i]}`);
@@ -158,7 +156,7 @@ function start() {
     drawPlane($("plane"), one.keys, one.axes, moved(state.query), "query", bound);
     if (D === 2) {
       const far = 1.2 * Math.max(...one.values.flat().filter(Number.isFinite).map(Math.abs)) || 1;
-      drawPlane($("value-plane"), one.values, [[1, 0], [0, 1]], rows[state.query].out, "output", far);
+      drawPlane($("value-plane"), one.values, [[1, 0], [0, 1]], failed ? [NaN] : rows[state.query].out, "output", far);
     }
     drawTable();
     drawPrecision();
@@ -178,7 +176,7 @@ function start() {
     const c = canvas.getContext("2d");
     c.scale(ratio, ratio);
     const [ink, faint, accent, mark] = ["--ink", "--faint", "--accent", "--mark"].map(colour);
-    c.font = `${Math.min(12, cell)}px system-ui, sans-serif`;
+    c.font = `${Math.max(9, Math.min(12, cell))}px system-ui, sans-serif`;
     c.textBaseline = "middle";
     const every = Math.ceil(11 / cell); // no label on top of another
     tokens.forEach((token, i) => {
@@ -202,14 +200,14 @@ function start() {
         const [x, y] = [side + j * cell, side + i * cell];
         c.strokeStyle = faint;
         c.lineWidth = 0.5;
-        c.strokeRect(x, y, cell, cell);
+        if (cell > 9) c.strokeRect(x, y, cell, cell);
         if (failed) return;
         if (Number.isNaN(weight)) {
           c.fillStyle = mark;
           c.textAlign = "center";
           c.fillText("!", x + cell / 2, y + cell / 2);
         } else if (!visible(i, j) && weight === 0) {
-          c.beginPath(); // hidden: a stroke from corner to corner, told apart without colour
+          c.beginPath(); // hidden, told apart without colour
           c.moveTo(x, y + cell);
           c.lineTo(x + cell, y);
           c.stroke();
@@ -237,7 +235,7 @@ function start() {
     return out;
   }
 
-  /** Points, larger with more weight, and an arrow, all along two axes. */
+  /** Points, larger with more weight, and an arrow. */
   function drawPlane(picture, points, axes, arrow, name, far) {
     const weights = rows[state.query].weights;
     const along = (x) => axes.map((axis) => dot(x, axis));
@@ -327,17 +325,18 @@ function start() {
         number(naive.weights[best]) + (broken && ` ${broken}`), number(stable.exp[best]), number(stable.total),
         number(stable.weights[best])];
     });
+    $("no-score").hidden = rows[state.query].alive;
     $("best").textContent = named(best, keyTokens);
-    $("precision").tBodies[0].replaceChildren(...lines.map((texts) => {
-      const line = document.createElement("tr");
-      line.append(...texts.map((text, k) => {
-        const out = document.createElement(k ? "td" : "th");
-        out.textContent = text;
-        if (text.includes("!")) out.className = "bad";
-        return out;
-      }));
-      return line;
-    }));
+    const body = $("precision").tBodies[0];
+    body.replaceChildren();
+    for (const texts of lines) {
+      const line = body.insertRow();
+      for (const text of texts) {
+        const cell = line.insertCell();
+        cell.textContent = text;
+        cell.className = text.includes("!") ? "bad" : "";
+      }
+    }
   }
 
   const sliders = [$("move-0"), $("move-1")];
@@ -356,8 +355,6 @@ function start() {
       $(`at-${axis}`).textContent = number(here[axis]);
     });
   }
-
-  // What the reader does
 
   const option = (text, value) => Object.assign(document.createElement("option"), { textContent: text, value });
   const group = (h) => (N === K ? "" : ` (key head ${Math.floor(h / (N / K))})`);
