@@ -140,7 +140,7 @@ def mask(mask, T=None, S=None):
         axes.grid(which="minor", color=GREY, alpha=0.4, linewidth=0.5)
         axes.tick_params(which="minor", length=0)
     axes.set(xlabel="key", ylabel="query")
-    axes.set_title(repr(rule), wrap=True, parse_math=False)
+    axes.set_title(repr(rule) if rule is mask else "", wrap=True, parse_math=False)
     return _laid_out(figure)
 
 

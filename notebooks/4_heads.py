@@ -34,10 +34,11 @@ query, key, value = jax.random.normal(jax.random.key(0), (3, T, N, H))
 
 head = partial(attend, mask=masks.causal())
 mapped = jax.vmap(head, in_axes=1, out_axes=1)(query, key, value)
-print(mapped.shape, "differs from attention by", jnp.abs(mapped - attention(query, key, value, masks.causal())).max())
+together = attention(query, key, value, masks.causal())
+print(mapped.shape, "differs from attention by", jnp.abs(mapped - together).max())
 
 # %% [markdown]
-# **Predict first.** A number in the query of head 1 changes. Which heads give another output?
+# **Predict.** A number in the query of head 1 changes. Which heads give another output?
 
 # %%
 jacobian = jax.jacobian(lambda query: attention(query, key, value).sum(0))(query)  # (N, D, T, N, H)
@@ -54,7 +55,7 @@ print(jnp.abs(jacobian).sum((1, 2, 4)))
 # Heads of queries may share a head of keys and values. With N query heads on K key/value heads, query head n reads
 # key/value head n // G, where G = N / K.
 #
-# **Predict first.** 6 query heads, 2 key/value heads. Who reads key/value head 1?
+# **Predict.** 6 query heads, 2 key/value heads. Who reads key/value head 1?
 
 # %%
 N, K = 6, 2
@@ -80,7 +81,8 @@ print("differs from attention by", jnp.abs(grouped - attention(query, key, value
 # %%
 for K in (8, 2, 1):
     cache = Cache.create(capacity=4096, K=K, H=64, dtype=jnp.bfloat16)
-    print(f"{K} key/value heads: {(cache.key.nbytes + cache.value.nbytes) / 1e6:.1f} MB for 4096 tokens of one layer")
+    megabytes = (cache.key.nbytes + cache.value.nbytes) / 1e6
+    print(f"{K} key/value heads: {megabytes:.1f} MB for 4096 tokens of one layer")
 
 # %% [markdown]
 # ## A real decoder
@@ -104,7 +106,7 @@ def read(text):
 
 
 tokens, logits, (query, key, value) = read("The Cat looked at Alice, and Alice looked at the Cat")
-print(f"{config.n_layers} layers, {config.n_heads} query heads on {config.n_kv_heads} key/value heads of {D} features")
+print(f"{config.n_layers} layers, {config.n_heads} query heads on {config.n_kv_heads} key/value heads,", D, "features")
 print("tokens: " + "|".join(tokens))
 for i in jnp.argsort(-logits[-1])[:4]:
     print(f"next, with probability {jattn.softmax(logits[-1])[i]:.2f}: {names[i]!r}")
@@ -118,6 +120,12 @@ weights = attention_weights(query, key, masks.causal())  # (L, N, T, S)
 pictures.weights(weights[1], tokens)
 
 # %% [markdown]
+# All layers, to walk through: choose a layer, a head and a query, and see the row step by step.
+
+# %%
+jattn.explore(query, key, value, masks.causal(), tokens=tokens)
+
+# %% [markdown]
 # How widely does each head look? The entropy says it, in nats, here its mean over queries: 0 is one key, log n is n
 # keys with equal weights.
 
@@ -125,7 +133,7 @@ pictures.weights(weights[1], tokens)
 pictures.entropy(entropy(weights).mean(-1))
 
 # %% [markdown]
-# **Predict first.** In layer 1, head 0 gives much of its weight to the token before the query. Does it do so in other
+# **Predict.** In layer 1, head 0 gives much of its weight to the token before the query. Does it do so in other
 # sentences? Do the other heads keep to what they do here?
 
 # %%
@@ -150,7 +158,7 @@ for sentence in sentences:
 # Two layers of two heads, and one query. In one layer, head 0 reads the first key and head 1 the second. In the other,
 # both heads read both keys.
 #
-# **Predict first.** A picture shows the mean of the heads' weights. In which layer is it which?
+# **Predict.** A picture shows the mean of the heads' weights. In which layer is it which?
 
 # %%
 key = value = jnp.eye(2)[:, None]  # two keys, one key/value head
@@ -172,7 +180,7 @@ for i, of in enumerate(weights):
 # %% [markdown]
 # ## What weights do not say: how large the values are
 #
-# **Predict first.** One key has 97 % of the weight. What does the output lose if its value is replaced by zeros?
+# **Predict.** One key has 97 % of the weight. What does the output lose if its value is replaced by zeros?
 
 # %%
 query, key = jnp.array([[5.0, 0.0]]), jnp.eye(2)
@@ -202,7 +210,7 @@ for what, of in {"most weight": weights, "brings most": brought}.items():
 # %% [markdown]
 # ## What weights do not say: which weights they are
 #
-# **Predict first.** The third value is the mean of the first two. Which weights give the output (0.5, 0.5)?
+# **Predict.** The third value is the mean of the first two. Which weights give the output (0.5, 0.5)?
 
 # %%
 value = jnp.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
@@ -240,7 +248,7 @@ print(f"and the outputs differ by {abs((same - own) @ values).max():.0e}")
 # After a head come the projection that mixes it with the others, the residual path that goes around it, and later
 # layers. To see how much a head matters, take it out and see how the probabilities of the next token change.
 #
-# **Predict first.** Which heads matter most: those that look at few tokens, or those that look widely?
+# **Predict.** Which heads matter most: those that look at few tokens, or those that look widely?
 
 # %%
 tokens, logits, (query, key, value) = read(sentences[0])
@@ -282,17 +290,17 @@ parameters, vocabulary, sizes = minilm.load()
 meanings = jax.jit(partial(minilm.meanings, config=sizes))
 ids, lengths = minilm.batch(minilm.SENTENCES, vocabulary)
 vectors = meanings(parameters, ids, lengths)
-for i, j in itertools.combinations(range(3), 2):
-    print(f"{vectors[i] @ vectors[j]:.4f}  {minilm.SENTENCES[i]}  {minilm.SENTENCES[j]}")
+for (i, j), published in zip(itertools.combinations(range(3), 2), minilm.PUBLISHED, strict=True):
+    print(f"{vectors[i] @ vectors[j]:.4f}, published {published:.4f}:", *(minilm.SENTENCES[n] for n in (i, j)))
 
 # %% [markdown]
-# These are the numbers that its authors publish. `masks.lengths` did it: keys from a sentence's length on are hidden.
+# In that batch `masks.lengths` hid the keys from each sentence's length on:
 
 # %%
 pictures.mask(masks.lengths(key=int(lengths[0])), T=ids.shape[1], S=ids.shape[1] + 4)
 
 # %% [markdown]
-# **Predict first.** A short sentence is filled up with 0, 2, 8, 32 tokens of padding, and nobody says so to the model.
+# **Predict.** A short sentence is filled up with 0, 2, 8, 32 tokens of padding, and nobody says so to the model.
 # Then someone does. How much does its meaning change?
 
 # %%

@@ -292,6 +292,64 @@ def _has_the_same_output(got, weights, value):
     return "" if moved >= 0.02 else f"at least 0.02 of the weight must be moved, got {moved:.2g}."
 
 
+def _folded(absorb):
+    """What comes of logits (chunks, s) and values (chunks, s, D) that an answer absorbs chunk by chunk: (D,)."""
+
+    def fold(logits, value):
+        state = -jnp.inf, jnp.zeros(()), jnp.zeros(value.shape[-1])
+        for chunk in zip(logits, value, strict=True):
+            state = absorb(*state, *chunk)
+            if state is None or state is ...:
+                return state
+            if not isinstance(state, tuple) or len(state) != 3:
+                raise TypeError("an answer must be a tuple of three: peak, total, acc.")
+        return state[2] / state[1]
+
+    return fold
+
+
+def _mixed(logits, value):
+    return _softmax(logits.ravel()) @ value.reshape(-1, value.shape[-1])
+
+
+def _chunks(name, logits):
+    return Case(name, (logits, _normal(30, *logits.shape, 2)), made=_folded)
+
+
+def _merge_parts(outs, lses):
+    out = np.zeros(outs.shape[1:])
+    for t, seen in enumerate((lses > -INF).T):
+        if seen.any():
+            out[t] = _softmax(lses[seen, t]) @ outs[seen, t]
+    return out
+
+
+def _decode(query, keys, values, length):
+    seen = slice(0, int(length))
+    return _attend(query[None], keys[seen], values[seen], np.ones((1, int(length)), bool))[0]
+
+
+def _slots(seed, written, unwritten, D=3, garbage=0.0):
+    """A query, and keys and values of which some are written."""
+    keys, values = _normal(seed, written + unwritten, 4), _normal(seed + 1, written + unwritten, D)
+    keys[written:], values[written:] = garbage, garbage
+    return _normal(seed + 2, 4), keys, values, np.array(written)
+
+
+_KEYS = _normal(50, 7, 3)
+
+
+def _of_lse(answer):
+    """An answer, asked about the lse of keys of this module."""
+    return lambda x, v: answer(lambda x: jax.nn.logsumexp(jnp.asarray(_KEYS, x.dtype) @ x), x, v)
+
+
+def _hessian_vector(x, v):
+    weights = _softmax(_KEYS @ x)
+    apart = _KEYS - weights @ _KEYS
+    return apart.T @ (weights * (apart @ v))
+
+
 # The exercises
 
 EXERCISES = {
@@ -486,5 +544,70 @@ EXERCISES = {
             "Go along it as far as all weights stay at 0 or above: the smallest of weights / -d where d < 0.",
         ),
         judge=_has_the_same_output,
+    ),
+    # 5. Long sequences
+    "absorb_chunk": Exercise(
+        _mixed,
+        (
+            _chunks("One chunk", _array([1, 3, 2])),
+            _chunks("Two chunks, the peak in the first", _array([5, 1], [2, 3])),
+            _chunks("Two chunks, the peak in the second", _array([2, 3], [5, 1])),
+            _chunks("Random chunks", 3 * _normal(31, 5, 7)),
+            _chunks("Logits whose exp overflows", _array([1000, 999], [1001, 1000])),
+            _chunks("Logits whose exp is 0", _array([-1000, -1001], [-999, -1000])),
+            _chunks("A chunk in which everything is masked", _array([1, 2], [-INF, -INF])),
+            _chunks("A first chunk in which everything is masked", _array([-INF, -INF], [1, 2])),
+        ),
+        (
+            "The new peak is the larger of the old one and the largest logit of the chunk.",
+            "The old sums fade by exp(old peak - new peak); the chunk adds exp(logits - new peak), and that @ value.",
+            "Before the first key that is seen, peak is -inf, and -inf - -inf is nan. For such a new peak subtract 0.",
+        ),
+    ),
+    "merge_parts": Exercise(
+        _merge_parts,
+        (
+            Case("Two parts with as much in each", (_array([[2, 0]], [[0, 4]]), np.zeros((2, 1)))),
+            Case("Random parts", (_normal(32, 3, 5, 2), _normal(33, 3, 5))),
+            Case("Large lses", (_array([[1]], [[3]]), _array([1000], [999]))),
+            Case("A part that has seen nothing", (_array([[1]], [[3]]), _array([0.5], [-INF]))),
+            Case("A part that has seen nothing and holds NaN", (_array([[1]], [[NAN]]), _array([0.5], [-INF]))),
+            Case("Nothing seen by any part", (_array([[1], [2]], [[3], [4]]), _array([0, -INF], [0, -INF]))),
+        ),
+        (
+            "Each part counts by exp(lse): divided by their sum, that is a softmax over the parts, axis 0.",
+            "Subtract the largest lse of a query first; where all are -inf, subtract 0.",
+            "0 * nan is nan: put a 0 in place of the outs of parts that have seen nothing.",
+            "A query without anything has the sum 0: divide by 1 there.",
+        ),
+    ),
+    # 6. In a pipeline
+    "decode": Exercise(
+        _decode,
+        (
+            Case("All slots written", _slots(40, 5, 0), made=jax.jit),
+            Case("3 of 5 slots written, zeros in the others", _slots(41, 3, 2), made=jax.jit),
+            Case("One slot written", _slots(42, 1, 4), made=jax.jit),
+            Case("Huge numbers in the other slots", _slots(43, 4, 3, garbage=1e30), made=jax.jit),
+            Case("NaN in the other slots", _slots(44, 4, 3, garbage=NAN), made=jax.jit),
+        ),
+        (
+            "A length without a value cannot cut an array. A mask can: jnp.arange(C) < length.",
+            "jattn has that mask: masks.lengths(key=length). attend wants queries (T, H): query[None], then [0].",
+            "By hand: -inf before softmax hides a weight, but 0 * nan is nan. jnp.where hides the values too.",
+        ),
+    ),
+    "hessian_vector": Exercise(
+        _hessian_vector,
+        (
+            Case("The lse of 7 keys, along one axis", (_array(0.1, -0.2, 0.3), _array(1, 0, 0)), made=_of_lse),
+            Case("Along a random direction", (_normal(51, 3), _normal(52, 3)), made=_of_lse),
+            Case("Along no direction", (_normal(51, 3), np.zeros(3)), made=_of_lse),
+            Case("Where one key has all the weight", (100 * _normal(51, 3), _normal(52, 3)), made=_of_lse),
+        ),
+        (
+            "The gradient is a function from (n,) to (n,). The Hessian times v is how it moves as x moves along v.",
+            "jax.jvp(function, (x,), (v,)) gives a pair: the function at x, and how it moves along v.",
+        ),
     ),
 }

@@ -446,7 +446,7 @@ def grouped_heads_in_turns(query, key, value):
     return jax.vmap(jattn.attend, in_axes=1, out_axes=1)(query, key[:, heads], value[:, heads])
 
 
-@wrong("grouped_heads", "2 heads with keys of their own", "shape: must be (3, 2, 3), got (2, 3, 3)")
+@wrong("grouped_heads", "One head", "shape: must be (3, 1, 2), got (1, 3, 2)")
 def grouped_heads_axis_not_moved_back(query, key, value):
     return grouped_heads(query, key, value).swapaxes(0, 1)
 
@@ -499,3 +499,167 @@ def other_weights_doubled(weights, value):
 @wrong("other_weights", "The third value", "shape: must be (3,), got (1,)")
 def other_weights_outputs(weights, value):
     return weights @ value
+
+
+# 5. Long sequences
+
+
+@solves("absorb_chunk")
+def absorb_chunk(peak, total, acc, logits, value):
+    new = jnp.maximum(peak, logits.max())
+    shift = jnp.where(new == -jnp.inf, 0, new)
+    fade, p = jnp.exp(peak - shift), jnp.exp(logits - shift)
+    return new, total * fade + p.sum(), acc * fade + p @ value
+
+
+@wrong("absorb_chunk", "nothing is there yet")
+def absorb_chunk_stub(peak, total, acc, logits, value): ...
+
+
+@wrong("absorb_chunk", "the peak in the second", "value: ")
+def absorb_chunk_no_fade(peak, total, acc, logits, value):
+    new = jnp.maximum(peak, logits.max())
+    p = jnp.exp(logits - new)
+    return new, total + p.sum(), acc + p @ value
+
+
+@wrong("absorb_chunk", "the peak in the second", "value: ")
+def absorb_chunk_only_the_total_fades(peak, total, acc, logits, value):
+    new, total, _ = absorb_chunk(peak, total, acc, logits, value)
+    return new, total, acc + jnp.exp(logits - new) @ value
+
+
+@wrong("absorb_chunk", "exp overflows", "logits = [[1000, 999], [1001, 1000]]", "got [nan, nan]")
+def absorb_chunk_no_peak(peak, total, acc, logits, value):
+    return peak, total + jnp.exp(logits).sum(), acc + jnp.exp(logits) @ value
+
+
+@wrong("absorb_chunk", "A first chunk in which everything is masked", "got [nan, nan]")
+def absorb_chunk_minus_inf_less_minus_inf(peak, total, acc, logits, value):
+    new = jnp.maximum(peak, logits.max())
+    fade, p = jnp.exp(peak - new), jnp.exp(logits - new)
+    return new, total * fade + p.sum(), acc * fade + p @ value
+
+
+@wrong("absorb_chunk", "One chunk", "it raised TypeError: an answer must be a tuple of three: peak, total, acc.")
+def absorb_chunk_one_number(peak, total, acc, logits, value):
+    return absorb_chunk(peak, total, acc, logits, value)[1]
+
+
+@solves("merge_parts")
+def merge_parts(outs, lses):
+    seen = lses > -jnp.inf
+    peak = lses.max(0)
+    weights = jnp.where(seen, jnp.exp(lses - jnp.where(peak == -jnp.inf, 0, peak)), 0)
+    total = weights.sum(0)
+    mixed = (weights[..., None] * jnp.where(seen[..., None], outs, 0)).sum(0)
+    return mixed / jnp.where(total == 0, 1, total)[:, None]
+
+
+@wrong("merge_parts", "Random parts", "value: ")
+def merge_parts_mean(outs, lses):
+    return outs.mean(0)
+
+
+@wrong("merge_parts", "Two parts with as much in each", "value: must be [[1, 2]], got [[nan, nan]]")
+def merge_parts_by_lse(outs, lses):
+    return (lses[..., None] * outs).sum(0) / lses.sum(0)[:, None]
+
+
+@wrong("merge_parts", "Large lses", "value: must be [[1.538]], got [[nan]]")
+def merge_parts_no_peak(outs, lses):
+    return (jnp.exp(lses)[..., None] * outs).sum(0) / jnp.exp(lses).sum(0)[:, None]
+
+
+@wrong("merge_parts", "and holds NaN", "value: must be [[1]], got [[nan]]")
+def merge_parts_reads_what_saw_nothing(outs, lses):
+    return (jax.nn.softmax(lses, 0)[..., None] * outs).sum(0)
+
+
+@wrong("merge_parts", "Nothing seen by any part", "value: must be [[2], [0]], got [[2], [nan]]")
+def merge_parts_empty_row_nan(outs, lses):
+    return (jax.nn.softmax(lses, 0)[..., None] * jnp.where(lses[..., None] > -jnp.inf, outs, 0)).sum(0)
+
+
+@wrong("merge_parts", "Two parts with as much in each", "shape: must be (1, 2), got (2, 1, 2)")
+def merge_parts_not_summed(outs, lses):
+    return jax.nn.softmax(lses, 0)[..., None] * outs
+
+
+# 6. In a pipeline
+
+
+@solves("decode")
+def decode(query, keys, values, length):
+    return jattn.attend(query[None], keys, values, jattn.masks.lengths(key=length))[0]
+
+
+@wrong("decode", "nothing is there yet")
+def decode_stub(query, keys, values, length): ...
+
+
+@wrong("decode", "All slots written", "it raised IndexError", "slice")
+def decode_cuts(query, keys, values, length):
+    return jattn.attend(query[None], keys[:length], values[:length])[0]
+
+
+@wrong("decode", "All slots written", "it raised", "traced")
+def decode_asks_for_the_length(query, keys, values, length):
+    return decode(query, keys, values, jnp.array(int(length)))
+
+
+@wrong("decode", "3 of 5 slots written", "value: ")
+def decode_reads_all(query, keys, values, length):
+    return jattn.attend(query[None], keys, values)[0]
+
+
+@wrong("decode", "All slots written", "value: ")
+def decode_one_too_few(query, keys, values, length):
+    return decode(query, keys, values, length - 1)
+
+
+@wrong("decode", "3 of 5 slots written", "value: ")
+def decode_zero_logits(query, keys, values, length):
+    logits = jnp.where(jnp.arange(len(keys)) < length, keys @ query / 2, 0)
+    return jax.nn.softmax(logits) @ values
+
+
+@wrong("decode", "NaN in the other slots", "value: ", "got [nan, nan, nan]")
+def decode_reads_values(query, keys, values, length):
+    logits = jnp.where(jnp.arange(len(keys)) < length, keys @ query / 2, -jnp.inf)
+    return jax.nn.softmax(logits) @ values
+
+
+@wrong("decode", "All slots written", "shape: must be (3,), got (1, 3)")
+def decode_keeps_an_axis(query, keys, values, length):
+    return decode(query, keys, values, length)[None]
+
+
+@solves("hessian_vector")
+def hessian_vector(f, x, v):
+    return jax.jvp(jax.grad(f), (x,), (v,))[1]
+
+
+@wrong("hessian_vector", "along one axis", "type: must be an array of floating numbers, got tuple")
+def hessian_vector_pair(f, x, v):
+    return jax.jvp(jax.grad(f), (x,), (v,))
+
+
+@wrong("hessian_vector", "along one axis", "shape: must be (3,), got ()")
+def hessian_vector_first_derivative(f, x, v):
+    return jax.jvp(f, (x,), (v,))[1]
+
+
+@wrong("hessian_vector", "along one axis", "shape: must be (3,), got (3, 3)")
+def hessian_vector_not_multiplied(f, x, v):
+    return jax.hessian(f)(x)
+
+
+@wrong("hessian_vector", "along one axis", "value: ")
+def hessian_vector_gradient_times(f, x, v):
+    return jax.grad(f)(x) * v
+
+
+@wrong("hessian_vector", "along one axis", "value: ")
+def hessian_vector_a_whole_step(f, x, v):
+    return jax.grad(f)(x + v) - jax.grad(f)(x)
