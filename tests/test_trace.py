@@ -149,13 +149,24 @@ def test_what_is_hidden_enters_no_sum_and_no_derivative():
 
 def test_what_is_seen_and_not_finite_makes_its_row_nan():
     query, key, value = inputs()
-    key[6], value[2, 1] = INF, NAN
+    key[5], value[2, 1] = INF, NAN
     t = trace(query, key, value, masks.causal(offset=2))
-    # Rows 0 ... 3 see key 2, row 4 sees key 6 too.
+    # All rows see value 2, rows 3 and 4 see key 5 too.
     assert np.isnan(np.asarray(t.out)).all() and np.isnan(np.asarray(t.lse)).all()
     for x in (t.peak, t.total, t.weights[:, 0], t.exp[:, 0], t.shifted[:, 0]):
-        assert np.isnan(np.asarray(x)).tolist() == [False] * 4 + [True]
-    assert (np.asarray(t.weighted)[0, 3:] == 0).all() and np.isnan(t.weighted[0, 2, 1])
+        assert np.isnan(np.asarray(x)).tolist() == [False] * 3 + [True] * 2
+    assert np.isnan(t.weighted[0, 2, 1])
+    for hidden in (t.weighted[0, 3:], t.weighted[3, 6], t.exp[3, 6]):
+        assert (np.asarray(hidden) == 0).all()
+
+
+def test_a_logit_that_overflows_makes_its_row_nan_and_is_marked():
+    t = trace(np.full((1, 1), 1e200), np.array([[1e200], [1e-200]]), np.ones((2, 1)), scale=1.0)
+    assert_close(t.raw, [[INF, 1]])
+    for x in (t.peak, t.shifted, t.exp, t.total, t.weights, t.weighted, t.out, t.lse, t.entropy):
+        assert np.isnan(np.asarray(x)).all()
+    line = str(t).split("\n")[3]
+    assert line.split()[:3] == ["0", "inf!", "inf!"]
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0)])
