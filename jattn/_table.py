@@ -48,7 +48,7 @@ class Table(NamedTuple):
     @staticmethod
     def _line(row, scope="row"):
         tag = "th" if scope == "col" else "td"
-        cells = "".join(f'<{tag} style="text-align:right">{html.escape(cell)}</{tag}>' for cell in row[1:])
+        cells = "".join(f'<{tag} style="text-align:right;white-space:nowrap">{html.escape(cell)}</{tag}>' for cell in row[1:])
         return f'<tr><th scope="{scope}" style="text-align:left">{html.escape(row[0])}</th>{cells}</tr>'
 
 

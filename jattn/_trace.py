@@ -128,6 +128,9 @@ class Trace:
             return str(self.table())
         return f"{_table.of_queries(self)}\nOne query, step by step: trace.table(query)."
 
+    def _repr_html_(self):
+        return None if self._problem() else _table.of_queries(self)._repr_html_()
+
     def __repr__(self):
         shapes = {name: getattr(getattr(self, name), "shape", ()) for name in ("weights", "out")}
         return f"Trace({', '.join(f'{name} {_checks.tupled(shape)}' for name, shape in shapes.items())})"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from exercises import check, hint
 
-from jattn import attend, attention, attention_weights, entropy, masks, rotary, softmax, trace
+from jattn import attend, attention, attention_weights, entropy, explore, masks, rotary, softmax, trace
 
 np.set_printoptions(precision=4, suppress=True)
 
@@ -130,10 +130,12 @@ for length in (0.0, 1.0, 4.0, 16.0, 100.0):
 # gives every key the same score and gets the plain mean of all values. It cannot get nothing: a row of weights
 # sums to 1.
 #
-# Here it is to play with. Drag the query or use the sliders, choose a mask, read the table.
+# Here it is to play with: drag the query around, make it longer and shorter, hide a key, change the scale. (Where no
+# scripts run, as on a repository's page, you see its first state.)
 
 # %%
-# EXPLORE
+query = jnp.array([[3.0, 1.5]])
+explore(query, compass, colours, tokens=["query"], key_tokens=["red", "green", "blue"])
 
 # %% [markdown]
 # **Predict.** Two keys may be seen, their scores are equal, their values are (2, 6) and (8, 0). What comes out? What

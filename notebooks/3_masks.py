@@ -17,7 +17,18 @@ import optax
 from exercises import check, hint
 from flax import nnx
 
-from jattn import attend, attention, attention_weights, init_multihead, masks, multihead, pictures, softmax, testing
+from jattn import (
+    attend,
+    attention,
+    attention_weights,
+    explore,
+    init_multihead,
+    masks,
+    multihead,
+    pictures,
+    softmax,
+    testing,
+)
 
 np.set_printoptions(precision=4, suppress=True)
 
@@ -215,10 +226,11 @@ for name, library in LIBRARIES.items():
 # 0 times NaN is NaN. A weight of 0 is not the same as not looking: one bad document ruins its neighbours in a packed
 # batch. jattn never reads what is hidden, forward or backward.
 #
-# Here are the same arrays to play with: switch the mask and the policy, and watch row 0.
+# Here are the same arrays to play with: choose the query "pad", switch the policy, then the mask. (Where no scripts
+# run, you see the first state.)
 
 # %%
-# EXPLORE
+explore(query, key, value, mask, tokens=["pad", "a", "b", "c"])
 
 # %% [markdown]
 # ## The leak
@@ -258,6 +270,7 @@ def model(params, ids, mask):
     return x @ params["out"]
 
 
+@jax.jit
 def loss(params, ids, mask):
     """Nats per letter, the mean over (B, T + 1) letters."""
     scores = model(params, ids[:, :-1], mask)
@@ -327,18 +340,22 @@ print(f"no mask in training, only the past to see: {loss(cheat, held_out, masks.
 
 def written(params, mask, length=100):
     """What the model writes after the first T letters of the text: each letter drawn as likely as it finds it."""
-    draw = jax.jit(lambda rng, ids: jax.random.categorical(rng, model(params, ids, mask)[-1]))
-    found = ids[:T]
-    for rng in jax.random.split(jax.random.key(3), length):
-        found = jnp.append(found, draw(rng, found[-T:]))
-    return "".join(letters[i] for i in found[T:])
+
+    def step(seen, rng):
+        drawn = jax.random.categorical(rng, model(params, seen, mask)[-1])
+        return jnp.append(seen[1:], drawn), drawn
+
+    rngs = jax.random.split(jax.random.key(3), length)
+    _, drawn = jax.jit(lambda seen: jax.lax.scan(step, seen, rngs))(ids[:T])
+    return "".join(letters[i] for i in drawn)
 
 
 print("causal: ", written(honest, masks.causal()))
 print("no mask:", written(cheat, None))
 
 # %% [markdown]
-# Neither is a writer after 500 steps on a licence. But one has learned how words look, the other which letters are many.
+# Neither is a writer after 500 steps on a licence. But one has learned how words look, the other which letters are
+# frequent.
 #
 # To find out like this costs a training run. The check needs none: on random weights, no output may depend on a later
 # input.

@@ -149,6 +149,8 @@ def test_a_click_and_the_arrow_keys_choose_a_query(page):
 
 
 def test_heads_and_layers_are_chosen(page):
+    page.select_option("#head", "1")
+    assert_shows(page, 3, head=1)
     page.select_option("#head", "3")
     assert "key head 1" in page.inner_text("#head option:checked")
     assert_shows(page, 3, head=3)
