@@ -248,7 +248,7 @@ def _numbers(who, what, x, axes, fewer=0):
 def _labels(what, tokens, axis, size):
     if tokens is None:
         return [str(i) for i in range(size)]
-    return [token.replace("\n", "\\n") for token in _checks.tokens("pictures.weights", what, tokens, axis, size)]
+    return [str(token).replace("\n", "\\n") for token in _checks.tokens("pictures.weights", what, tokens, axis, size)]
 
 
 @functools.cache

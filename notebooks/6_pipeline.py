@@ -211,7 +211,8 @@ print(f"{traces} trace for {T} tokens; they differ from attention over the whole
 # %%
 def looped(query, key, value):
     def body(cache, token):
-        out, cache = cached_attention(*(x[None] for x in token), cache)
+        query, key, value = (x[None] for x in token)
+        out, cache = cached_attention(query, key, value, cache)
         return cache, out[0]
 
     return jax.lax.scan(body, Cache.create(T, K, H), (query, key, value))[1]
