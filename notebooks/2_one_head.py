@@ -134,7 +134,7 @@ for length in (0.0, 1.0, 4.0, 16.0, 100.0):
 # scripts run, as on a repository's page, you see its first state.)
 
 # %%
-query = jnp.array([[3.0, 1.5]])
+query = jnp.array([[1.0, 3.0]])
 explore(query, compass, colours, tokens=["query"], key_tokens=["red", "green", "blue"])
 
 # %% [markdown]

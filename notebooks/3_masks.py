@@ -6,29 +6,12 @@
 # that cheats, and with the check that catches it.
 
 # %%
-import operator
-from pathlib import Path
-
-import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from exercises import check, hint
-from flax import nnx
 
-from jattn import (
-    attend,
-    attention,
-    attention_weights,
-    explore,
-    init_multihead,
-    masks,
-    multihead,
-    pictures,
-    softmax,
-    testing,
-)
+from jattn import attend, attention, attention_weights, explore, masks, pictures, softmax, testing
 
 np.set_printoptions(precision=4, suppress=True)
 
@@ -148,6 +131,12 @@ print(left_padded.draw(4, 4))
 
 
 # %%
+import operator
+
+import equinox
+from flax import nnx
+
+
 def in_jax_nn(query, key, value, mask):
     query, key, value = (x[:, None] for x in (query, key, value))  # one head
     return jax.nn.dot_product_attention(query, key, value, mask=mask[None])[:, 0]
@@ -240,6 +229,8 @@ explore(query, key, value, mask, tokens=["pad", "a", "b", "c"])
 # causal mask.
 
 # %%
+from pathlib import Path
+
 text = " ".join(Path("../LICENSE").read_text("utf-8").lower().split())
 letters = sorted(set(text))
 ids = jnp.array([letters.index(letter) for letter in text])
@@ -247,6 +238,10 @@ train_ids, held_out_ids = jnp.split(ids, [len(ids) * 9 // 10])
 print(f"{len(ids)} letters, {len(letters)} different ones: ... {text[500:580]} ...")
 
 # %%
+import optax
+
+from jattn import init_multihead, multihead
+
 T, F = 32, 64  # letters that it sees at once, and features of each
 
 
