@@ -2,7 +2,7 @@
 
 import html
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,9 @@ class Table(NamedTuple):
     @staticmethod
     def _line(row, scope="row"):
         tag = "th" if scope == "col" else "td"
-        cells = "".join(f'<{tag} style="text-align:right;white-space:nowrap">{html.escape(cell)}</{tag}>' for cell in row[1:])
+        cells = "".join(
+            f'<{tag} style="text-align:right;white-space:nowrap">{html.escape(cell)}</{tag}>' for cell in row[1:]
+        )
         return f'<tr><th scope="{scope}" style="text-align:left">{html.escape(row[0])}</th>{cells}</tr>'
 
 
@@ -136,14 +138,17 @@ def of_queries(trace, tokens=None, key_tokens=None):
 _POLICY = "zeros, by empty={!r}"
 
 
-def _row(trace, query):
+def _row(trace, query) -> dict[str, Any]:
     """One query's arrays by name, NumPy, with all values."""
-    fields = vars(trace).items()
-    row = {name: np.asarray(x)[query] for name, x in fields if name not in ("value", "sink", "empty")}
+    row: dict[str, Any] = {
+        name: np.asarray(x, np.float64)[query]
+        for name, x in vars(trace).items()
+        if name not in ("visible", "value", "sink", "empty")
+    }
+    row |= {"visible": np.asarray(trace.visible)[query], "value": np.asarray(trace.value, np.float64)}
     if trace.sink is not None:
-        row["sink"] = trace.sink
-    row = {name: np.asarray(x, bool if name == "visible" else np.float64) for name, x in row.items()}
-    return row | {"value": np.asarray(trace.value, np.float64)}
+        row["sink"] = np.float64(trace.sink)
+    return row
 
 
 def _heaviest(weights, n):

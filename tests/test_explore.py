@@ -351,6 +351,8 @@ def test_it_takes_heads_layers_lists_and_other_arrays(tmp_path):
         assert data_of(saved(explore(*arrays), tmp_path)) == one
     as_lists = data_of(saved(explore(*(x.tolist() for x in plain)), tmp_path))
     assert as_lists["dtype"] == "float64"
+    with jax.enable_x64(False):
+        assert data_of(saved(explore(*(x.astype(np.float64) for x in plain)), tmp_path)) == one
     for half in ("bfloat16", "float16"):
         narrow = [jnp.asarray(x, half) for x in plain]
         data = data_of(saved(explore(*narrow), tmp_path))

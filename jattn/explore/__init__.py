@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import _attention, _checks, _table, _tile
+from jattn import _attention, _checks, _table, _tile, _visible
 from jattn._trace import trace
 
 # A page shows so many queries and keys at most, and holds so many numbers.
@@ -118,9 +118,9 @@ def explore(query, key, value, mask=None, *, tokens=None, key_tokens=None, scale
     of_keys = names if S == T else numbers[:S]
     key_names = of_keys if key_tokens is None else _checks.tokens(who, "key_tokens", key_tokens, "S", S)
 
-    visible = np.asarray(call.run(_visible, empty, head_axis=0)).reshape(L, N, T, S)
-    # Float32 holds all of float16 and bfloat16.
-    dtype = "float64" if arrays["query"].dtype == np.float64 else "float32"
+    visible = np.asarray(call.run(_mask, empty, head_axis=0)).reshape(L, N, T, S)
+    # Float32 holds all of float16 and bfloat16. Without x64, JAX takes float64 for float32.
+    dtype = str(_visible.wide(jax.dtypes.canonicalize_dtype(arrays["query"].dtype)))
     query, key, value = (np.asarray(x, dtype).reshape(L, x.shape[-rank + (rank > 3)], -1, x.shape[-1])
                          for x in arrays.values())  # fmt: skip
     scale = float(np.asarray(call.args.get("scale", 1 / np.sqrt(H)), dtype))
@@ -155,7 +155,7 @@ def explore(query, key, value, mask=None, *, tokens=None, key_tokens=None, scale
     return Explorer(_page(data, plain), plain, sizes)
 
 
-def _visible(args, T, S, block):
+def _mask(args, T, S, block):
     x, pairs = _attention._head(args, T, S)
     visible = _tile.visible_pairs(_tile.cut(x, pairs), pairs)
     return jnp.full((T, S), True) if visible is None else visible
