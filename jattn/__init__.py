@@ -1,6 +1,6 @@
 """Attention for JAX that you can trust at the edges and look into in the middle."""
 
-from jattn import biases, masks, testing
+from jattn import biases, masks, pictures, testing
 from jattn._attention import attend, attention, attention_weights
 from jattn._cache import Cache, cached_attention
 from jattn._multihead import MultiHead, init_multihead, multihead
@@ -33,6 +33,7 @@ __all__ = [
     "merge",
     "multihead",
     "naive_softmax",
+    "pictures",
     "rotary",
     "rows_normalised",
     "softmax",

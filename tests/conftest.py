@@ -25,7 +25,7 @@ def pytest_addoption(parser):
 
 def pytest_terminal_summary(terminalreporter, config):
     if not config.getoption("--everything"):
-        left_out = "seven in eight blockwise cases, and the tests of SmolLM2, which `make models` runs"
+        left_out = "seven in eight blockwise cases, running the lessons, and SmolLM2, which `make models` tests"
         terminalreporter.write_line(f"Left out without --everything: {left_out}.")
 
 

@@ -37,6 +37,7 @@ SURFACE = {
     "merge": "outs lses",
     "multihead": "params x context mask bias **options",
     "naive_softmax": "x axis",
+    "pictures": None,
     "rotary": "x positions",
     "rows_normalised": "weights tol axis",
     "softmax": "x axis where",
@@ -73,7 +74,14 @@ ASSERTIONS = {
     "testing.assert_causal": "fn x axis",
     "testing.assert_visible": "fn x mask axis",
 }
-CALLS = {name: at for name, at in (SURFACE | RULES | INTEROP | METHODS | ASSERTIONS).items() if at is not None}
+PICTURES = {
+    "pictures.curves": "lines",
+    "pictures.entropy": "entropies",
+    "pictures.mask": "mask T S",
+    "pictures.weights": "weights tokens key_tokens",
+}
+TABLES = SURFACE | RULES | INTEROP | METHODS | ASSERTIONS | PICTURES
+CALLS = {name: at for name, at in TABLES.items() if at is not None}
 FUNCTIONS = sorted(CALLS.keys() - {"Cache", "MultiHead", "Stats", "Trace"})
 
 
@@ -106,7 +114,7 @@ def test_importing_jattn_imports_only_jax_and_chex(fresh):
     assert fresh["modules"] == ["jattn"]
 
 
-@pytest.mark.parametrize("module", ["masks", "biases", "testing"])
+@pytest.mark.parametrize("module", ["masks", "biases", "pictures", "testing"])
 def test_the_table_is_the_whole_surface_of_a_module(module):
     functions = {name for name in public(module).__all__ if not inspect.isclass(public(f"{module}.{name}"))}
     assert {f"{module}.{name}" for name in functions} == {name for name in CALLS if name.startswith(f"{module}.")}

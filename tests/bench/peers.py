@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from jattn import _attention, _visible, masks
+from jattn import _attention, _visible, masks, pictures
 
 ROOT = Path(__file__).parents[2]
 PLOT = Path(__file__).with_name("peers.svg")
@@ -324,41 +324,13 @@ def growth(lengths=(512, 1024, 2048, 4096, 8192, 16384), quadratic=8192, path=PL
     plot(lines, path)
 
 
-# Okabe and Ito's colours, which the colour-blind tell apart, in an order that no new peer changes.
-LOOKS = {
-    "jattn": ("#0072B2", "o"),
-    "jax.nn": ("#E69F00", "s"),
-    "torch": ("#D55E00", "^"),
-    "tokamax xla": ("#009E73", "D"),
-    "tokamax xla_chunked": ("#CC79A7", "v"),
-}
-
-
 def plot(lines, path):
-    """Draws `lines`, {panel: {(peer, gradient): [(T, y)]}}, to be read on white and on black."""
+    """Draws `lines`, {panel: {(peer, gradient): [(T, y)]}}. No peer takes the colour of one that is not there."""
     try:
-        import matplotlib  # pyright: ignore[reportMissingImports]: an extra
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]: an extra
-    except ImportError:
-        return print("\nno plot: matplotlib is not installed; it comes with the extra `notebooks`")
-    grey = "#808080"
-    colours = {f"{what}.color": grey for what in ("text", "xtick", "ytick")} | {"axes.labelcolor": grey}
-    fixed = {"svg.fonttype": "none", "svg.hashsalt": "jattn", "font.size": 9, "axes.edgecolor": grey}
-    with matplotlib.rc_context(colours | fixed):
-        figure = Figure(figsize=(9, 4), layout="constrained")
-        for axes, (what, of) in zip(figure.subplots(1, len(lines)), lines.items(), strict=True):
-            for (peer, gradient), points in of.items():
-                colour, marker = LOOKS[peer]
-                label = None if gradient else peer
-                style = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.2}
-                axes.plot(*zip(*points, strict=True), "--" if gradient else "-", label=label, **style)
-            ticks = sorted({T for points in of.values() for T, _ in points})
-            axes.set(xscale="log", yscale="log", xlabel="T = S", title=what, facecolor="none")
-            axes.set_xticks(ticks, map(str, ticks))
-            axes.set_xticks([], minor=True)
-            axes.grid(color=grey, alpha=0.25, linewidth=0.5)
-            axes.legend(frameon=False, title="forward; dashed: gradient")
-        figure.savefig(path, transparent=True, metadata={"Date": None})
+        figure = pictures.curves(lines, names=("jattn", *ALL), dashed="gradient")
+    except ImportError as error:
+        return print(f"\nno plot: {error}")
+    figure.savefig(path)
     print(f"\nplot: {path}")
 
 
