@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import _blockwise, _checks, _dense, _dropout, _rules, _tile, _visible, biases, masks
+from jattn import _blockwise, _checks, _cudnn, _dense, _dropout, _rules, _tile, _visible, biases, masks
 
 AXES = {
     "query": ("*B", "T", "N", "H"),
@@ -61,7 +61,7 @@ def attend(
         value: (S, D), the dtype of `query`.
         mask: a rule from `jattn.masks`, or bool (T, S) with either axis 1; True = may attend. None: all may.
         bias: a rule from `jattn.biases`, or floating (T, S) with either axis 1, in nats. Where it is -inf, no key
-            is visible.
+            is visible. One of 0 and 1 alone, which most likely was meant as a mask, is warned about.
         scale: multiplies query·key, 1/sqrt(H) if None. A scalar, may be traced.
         softcap: bounds the logits, `softcap * tanh(logits / softcap)`, in nats; None for no bound. A scalar.
         sink: a logit that takes weight and gives nothing, in nats. A scalar, may be traced.
@@ -72,7 +72,9 @@ def attend(
         key_positions: integers (S,), likewise.
         empty: what a query gets that may attend to nothing: "zero", or "raise" for an error.
         method: "dense" makes all T x S logits at once, "blockwise" a tile of them at a time, in memory linear in T and
-            S, forward and backward; "auto" chooses by T x S.
+            S, forward and backward; "auto" chooses one of these by T x S. "cudnn" is cuDNN's kernel on a GPU, for
+            float16 and bfloat16, without a mask or with `masks.causal()`, with gradients of first order; where a number
+            is not finite, "blockwise" takes its place.
         block_size: (queries, keys) of a tile, for `method="blockwise"`; it need not divide T and S. None chooses.
         return_stats: whether to return `Stats` too.
 
@@ -229,12 +231,21 @@ def attend_as(
     """
     call = _Call(who, heads)
     call.arrays(query=query, key=key, value=value)
+    if method == "cudnn":
+        others = {"bias": bias, "softcap": softcap, "sink": sink, "query_positions": query_positions,
+                  "key_positions": key_positions, "block_size": block_size, "a cache": there}  # fmt: skip
+        given = [what for what, x in others.items() if x is not None]
+        given += ["dropout"] * (not (_checks.known(dropout_rate) and dropout_rate == 0)) + ["statistics"] * return_stats
+        return call.cudnn(mask, scale, given, empty)
     call.sources(mask, bias, there)
     call.numbers(scale, softcap, sink)
     call.positions(query_positions=query_positions, key_positions=key_positions)
     call.dropout(dropout_rate, dropout_rng)
     block = call.method(method, block_size)
     return call.run(_out_and_stats if return_stats else _out, empty, block=block)
+
+
+_blockwise_attention = functools.partial(attention, method="blockwise")
 
 
 # Engines, as `_lifted` maps them: the arrays of one head by name, and the sizes of axes that no array may have.
@@ -351,6 +362,7 @@ class _Call:
                 hint = "For a [B, S] padding mask pass mask[:, None, None, :] or masks.lengths(key=...)."
         else:
             x = _checks.floating(self.who, what, x, biases.NOT_FLOATING)
+            _checks.no_mask(self.who, what, x)
         _checks.shape(self.who, what, x, full, self.sizes, hint=hint)
         return x
 
@@ -413,8 +425,6 @@ class _Call:
         T, S = self.sizes["T"], self.sizes["S"]
         who = self.who
         _checks.choice(who, "method", method, ("auto", "dense", "blockwise", "cudnn"))
-        if method == "cudnn":
-            raise ValueError(f"{who}: method 'cudnn' is not there yet. Pass 'auto', 'dense' or 'blockwise'.")
         if block_size is not None:
             if method != "blockwise":
                 raise ValueError(f"{who}: block_size is for method='blockwise', got {block_size} with {method!r}.")
@@ -424,6 +434,23 @@ class _Call:
             return sizes
         enough, tiles = _BLOCKWISE.get(jax.default_backend(), _BLOCKWISE["cpu"])
         return tiles if method == "blockwise" or (method == "auto" and T * S >= enough) else None
+
+    def cudnn(self, mask, scale, others, empty):
+        """What cuDNN's kernel gives, or an error that says why it gives nothing."""
+        _checks.choice(self.who, "empty", empty, ("zero", "raise"))
+        self.numbers(scale, None, None)
+        platform, dtype = jax.default_backend(), self.args["query"].dtype
+        refusal = _cudnn.refusal(platform=platform, dtype=dtype, sizes=self.sizes, mask=mask,
+                                 scale_is_known=_checks.known(scale), others=others)  # fmt: skip
+        if refusal is not None:
+            needed, got = refusal
+            raise ValueError(f"{self.who}: method='cudnn' needs {needed}, got {got}. Pass method='blockwise'.")
+        scale = 1 / math.sqrt(self.sizes["H"]) if scale is None else float(scale)
+        x = [self.args[what] for what in ("query", "key", "value")]
+        if not self.heads:
+            x = [y[:, None] for y in x]
+        out = _cudnn.attend(_blockwise_attention, scale, mask is not None, *x)
+        return out if self.heads else out[:, 0]
 
     def run(self, engine, empty, head_axis=1, block=None):
         _checks.choice(self.who, "empty", empty, ("zero", "raise"))

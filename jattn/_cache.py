@@ -4,6 +4,7 @@ Each sequence has its own length, the number of its tokens so far, so token i of
 rolls is a ring: its newest token takes the slot of its oldest.
 """
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from jax import export
 from jattn import _attention, _checks, _plan, _rules, masks
 from jattn._debug_check import debug_check
 
-_WHO = "cached_attention"
 _CAUSAL = masks.causal()
 
 
@@ -174,20 +174,24 @@ def cached_attention(
         >>> out.shape, cache.lengths.item()
         ((1, 1, 2), 2)
     """
-    query, key, value, cache, new = _checked(query, key, value, cache, mask, new_lengths)
+    return cached_as("cached_attention", query, key, value, cache, mask, bias, new_lengths=new_lengths, scale=scale,
+                     softcap=softcap, sink=sink, dropout_rate=dropout_rate, dropout_rng=dropout_rng, empty=empty,
+                     method=method, block_size=block_size, return_stats=return_stats)  # fmt: skip
+
+
+def cached_as(who, query, key, value, cache, mask, bias, *, new_lengths=None, **options):
+    """`cached_attention`, called `who` in errors."""
+    query, key, value, cache, new = _checked(who, query, key, value, cache, mask, new_lengths)
     if cache.rolling:
         keys, values, key_positions, there, cache = _slots_then_new(cache, key, value, new)
     # After the slots are read, so that the new tokens can be written in place.
-    appended, spoilt = _append(cache, key, value, new)
+    appended, spoilt = _append(who, cache, key, value, new)
     if not cache.rolling:
         keys, values, key_positions, there = appended.key, appended.value, None, masks.lengths(key=appended.lengths)
     if new_lengths is not None:
         there = there & masks.lengths(query=new)
-    out = _attention.attend_as(
-        _WHO, True, query, keys, values, mask, bias, there=there, scale=scale, softcap=softcap, sink=sink,
-        dropout_rate=dropout_rate, dropout_rng=dropout_rng, query_positions=cache.next_positions(query.shape[-3]),
-        key_positions=key_positions, empty=empty, method=method, block_size=block_size, return_stats=return_stats,
-    )  # fmt: skip
+    positions = {"query_positions": cache.next_positions(query.shape[-3]), "key_positions": key_positions}
+    out = _attention.attend_as(who, True, query, keys, values, mask, bias, there=there, **positions, **options)
     return _shown(out, spoilt), appended
 
 
@@ -203,27 +207,27 @@ _AXES = {
 }
 
 
-def _checked(query, key, value, cache, mask, new_lengths):
+def _checked(who, query, key, value, cache, mask, new_lengths):
     """The arguments as arrays, and new_lengths T where it is None."""
     if not isinstance(cache, Cache):
-        raise TypeError(f"{_WHO}: cache must be a Cache, got {type(cache).__name__}. Make one with Cache.create.")
+        raise TypeError(f"{who}: cache must be a Cache, got {type(cache).__name__}. Make one with Cache.create.")
     arrays = {"query": query, "key": key, "value": value, "cache.key": cache.key, "cache.value": cache.value}
-    arrays = _checks.one_floating_dtype(_WHO, **arrays)
+    arrays = _checks.one_floating_dtype(who, **arrays)
     integers = {"cache.lengths": cache.lengths, "cache.positions": cache.positions, "new_lengths": new_lengths}
-    arrays |= {what: _checks.integral(_WHO, what, x) for what, x in integers.items() if x is not None}
+    arrays |= {what: _checks.integral(who, what, x) for what, x in integers.items() if x is not None}
     for what in ("cache.key", "query"):
-        _checks.rank(_WHO, what, arrays[what], _AXES[what], at_least=True)
+        _checks.rank(who, what, arrays[what], _AXES[what], at_least=True)
     *B, capacity, K, H = cache.key.shape
     T, N = arrays["query"].shape[-3:-1]
     sizes = {"B": tuple(B), "capacity": capacity, "T": T, "N": N, "K": K, "H": H, "D": cache.value.shape[-1]}
     for what, x in arrays.items():
         hint = "B, K, H and D are those of the cache." if what in ("query", "key", "value") else ""
-        _checks.shape(_WHO, what, x, _AXES[what], sizes, hint=hint)
+        _checks.shape(who, what, x, _AXES[what], sizes, hint=hint)
 
     cache = cache._replace(lengths=arrays["cache.lengths"], positions=arrays.get("cache.positions"))
     if cache.rolling and isinstance(mask, masks.Mask) and _looks_past(mask, capacity, T):
         raise ValueError(
-            f"{_WHO}: mask must look back at most capacity = {capacity} positions, for a rolling cache, got {mask!r}. "
+            f"{who}: mask must look back at most capacity = {capacity} positions, for a rolling cache, got {mask!r}. "
             f"Pass mask & masks.window({capacity}, None), or a cache that does not roll."
         )
     new_lengths = arrays.get("new_lengths")
@@ -231,9 +235,10 @@ def _checked(query, key, value, cache, mask, new_lengths):
     before, added = (_known_or_0(x) for x in (cache.lengths, T if new_lengths is None else new_lengths))
     after = before + added
     bound = "" if _checks.known(cache.lengths, new_lengths) else "at least "
-    _all(before >= 0, "cache.lengths must be at least 0", before.tolist())
-    _all((added >= 0) & (added <= T), f"new_lengths must be within 0 ... T = {T}", added.tolist())
-    _all(after <= _longest(cache), _fits(cache), f"{bound}{after.tolist()}. Make a larger cache, or one that rolls")
+    _all(who, before >= 0, "cache.lengths must be at least 0", before.tolist())
+    _all(who, (added >= 0) & (added <= T), f"new_lengths must be within 0 ... T = {T}", added.tolist())
+    got = f"{bound}{after.tolist()}. Make a larger cache, or one that rolls"
+    _all(who, after <= _longest(cache), _fits(cache), got)
     new = jnp.full(B, T, np.int32) if new_lengths is None else jnp.asarray(new_lengths)
     return arrays["query"], arrays["key"], arrays["value"], cache, new
 
@@ -242,9 +247,9 @@ def _known_or_0(x):
     return np.asarray(x if _checks.known(x) else 0, np.int64)
 
 
-def _all(valid, must, got):
+def _all(who, valid, must, got):
     if not valid.all():
-        raise ValueError(f"{_WHO}: {must}, got {got}.")
+        raise ValueError(f"{who}: {must}, got {got}.")
 
 
 def _fits(cache):
@@ -264,12 +269,12 @@ def _slots_then_new(cache, key, value, new):
     return keys, values, jnp.concatenate([old, own], -1), masks.array(there[..., None, :]), cache
 
 
-@jax.jit
-def _append(cache, key, value, new):
+@functools.partial(jax.jit, static_argnums=0)
+def _append(who, cache, key, value, new):
     """The cache with the first `new` tokens of each sequence, and bool (*B,): where that could not be done."""
     B, T = cache.lengths.shape, key.shape[-3]
     spoilt = (new < 0) | (new > T) | (cache.lengths < 0) | (new > _longest(cache) - cache.lengths)
-    spoilt = ~debug_check(~spoilt, f"{_WHO}: new_lengths must be within 0 ... T = {T}, and {_fits(cache)}.")
+    spoilt = ~debug_check(~spoilt, f"{who}: new_lengths must be within 0 ... T = {T}, and {_fits(cache)}.")
     new = jnp.where(spoilt, 0, new)
     written = _written
     for _ in B:

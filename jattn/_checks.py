@@ -1,7 +1,9 @@
 """The one place that words an error: who, what must hold, in axis letters with this call's sizes, what came."""
 
 import inspect
+import itertools
 import math
+import warnings
 from typing import Any
 
 import chex
@@ -171,6 +173,33 @@ def options(who, options, function, but=()):
     for name in options:
         if name not in names:
             raise TypeError(f"{who}: {name!r} is no option. There are {', '.join(names)}.")
+
+
+def no_mask(who, what, x):
+    """Warns where `x`, added to logits, holds 0 and 1 alone: most likely a mask. Looked at where that costs little."""
+    if known(x) and 0 < x.size <= 2**16:
+        ones = np.asarray(x) == 1
+        if ones.any() and not ones.all() and np.all(ones | (np.asarray(x) == 0)):
+            hint = f"For a mask pass mask={what} != 0."
+            # At the caller of the public function, however deep in here.
+            warnings.warn(f"{who}: {what} holds 0 and 1 alone, and is added to logits. {hint}", stacklevel=_depth())
+
+
+def _depth():
+    """How many frames of this package are on the stack."""
+    frames = (frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(0)[1:])
+    return 1 + sum(1 for _ in itertools.takewhile(lambda name: name.partition(".")[0] == "jattn", frames))
+
+
+def random_key(who, what, x, hint=""):
+    """`x`, one random key, as an array of words, uint32."""
+    x = array(who, what, x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        shape(who, what, x, (), {}, hint=hint)
+        x = jax.random.key_data(x)
+    if x.dtype != np.uint32 or x.ndim != 1:
+        raise _error(TypeError, who, what, "a random key, from jax.random.key", f"{x.dtype}{tupled(x.shape)}")
+    return x
 
 
 def size(who, what, x, at_least):

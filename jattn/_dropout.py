@@ -13,14 +13,7 @@ from jattn import _checks
 
 def words(who, rng):
     """The random key as uint32 (2,)."""
-    rng = _checks.array(who, "dropout_rng", rng)
-    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        _checks.shape(who, "dropout_rng", rng, (), {}, hint="Pass one key; it is split over batch and heads.")
-        rng = jax.random.key_data(rng)
-    if rng.dtype != np.uint32 or rng.ndim != 1:
-        raise TypeError(
-            f"{who}: dropout_rng must be a random key, from jax.random.key, got {rng.dtype}{_checks.tupled(rng.shape)}."
-        )
+    rng = _checks.random_key(who, "dropout_rng", rng, "Pass one key; it is split over batch and heads.")
     if rng.size == 2:
         return rng
     # Other generators have wider keys: a block keyed by one half, counting the other.

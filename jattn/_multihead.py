@@ -9,7 +9,7 @@ from jax import export
 
 from jattn import _checks, _visible, masks
 from jattn._attention import attend_as, attention
-from jattn._cache import Cache, cached_attention
+from jattn._cache import Cache, cached_as, cached_attention
 
 _WHO = "multihead"
 
@@ -81,7 +81,7 @@ def init_multihead(rng, features, N, K=None, H=None, D=None, *, dtype: Any = jnp
 
     Raises:
         ValueError: a size is no int >= 1, N is not a multiple of K, or H is None and F not a multiple of N.
-        TypeError: `dtype` is not floating.
+        TypeError: `dtype` is not floating, or `rng` no random key.
 
     Source: LeCun et al. 1998, Efficient BackProp: a normal distribution with variance 1 / (features that are summed),
     truncated at two standard deviations. Normalised queries and keys, Dehghani et al. 2023, arXiv:2302.05442.
@@ -92,6 +92,7 @@ def init_multihead(rng, features, N, K=None, H=None, D=None, *, dtype: Any = jnp
         ((8, 4, 2), (8, 2, 2), (4, 2, 8))
     """
     who = "init_multihead"
+    _checks.random_key(who, "rng", rng)
     for what, n in (("features", features), ("N", N), ("K", K), ("H", H), ("D", D)):
         if n is not None:
             _checks.size(who, what, n, 1)
@@ -190,7 +191,7 @@ def multihead(
         out = attend_as(_WHO, True, query, key, value, mask, bias, **positions, **options)
     else:
         mask = masks.causal() if mask is None else mask
-        out, cache = cached_attention(query, key, value, cache, mask, bias, **options)
+        out, cache = cached_as(_WHO, query, key, value, cache, mask, bias, **options)
 
     out, *stats = out if options.get("return_stats") else (out,)
     # Over N and D at once.

@@ -80,6 +80,10 @@ def tile(queries, keys, query_positions, key_positions, rows, columns):
 OPAQUE = np.True_, np.False_
 
 
+def _opaque(tiles, **fields):
+    return OPAQUE
+
+
 class Kind(NamedTuple):
     """What all rules made by one constructor have in common.
 
@@ -91,7 +95,7 @@ class Kind(NamedTuple):
     name: str
     tile: Callable
     axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    bounds: Callable = lambda tiles, **fields: OPAQUE
+    bounds: Callable = _opaque
 
 
 class Rule:

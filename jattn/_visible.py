@@ -206,7 +206,7 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
         found = jnp.isnan((y * 0).sum(ys.index("h")))
         return _arranged(found, [a for a in ys if a != "h"], pairs)
 
-    few = sizes["t"] < sizes["h"]
+    few = sizes["t"] < sizes["h"] and (visible is not None or form is _one_query)
     if spec == _SCORES or visible is None:
         out = product(y if few else shown(y))
         if spec == _SCORES and visible is not None:

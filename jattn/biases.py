@@ -123,7 +123,12 @@ def array(bias):
 
 NOT_FLOATING = "A boolean mask goes in `mask`."
 
-_ARRAY = Kind("array", lambda pairs, bias: pairs.columns(pairs.rows(bias, 0), 1), (("bias", ("T?", "S?")),))
+
+def _array(pairs, bias):
+    return pairs.columns(pairs.rows(bias, 0), 1)
+
+
+_ARRAY = Kind("array", _array, (("bias", ("T?", "S?")),))
 
 
 def rule(fn, *arrays, ranks=()):

@@ -95,9 +95,20 @@ def _operand(sign, x):
     raise TypeError(f"mask {sign} x: x must be a rule from jattn.masks or a boolean array, got {type(x).__name__}.")
 
 
-_AND = Kind("&", lambda pairs, left, right: left.tile(pairs) & right.tile(pairs))
-_OR = Kind("|", lambda pairs, left, right: left.tile(pairs) | right.tile(pairs))
-_NOT = Kind("~", lambda pairs, mask: ~mask.tile(pairs))
+# By name, so that a rule can be pickled.
+def _and(pairs, left, right):
+    return left.tile(pairs) & right.tile(pairs)
+
+
+def _or(pairs, left, right):
+    return left.tile(pairs) | right.tile(pairs)
+
+
+def _not(pairs, mask):
+    return ~mask.tile(pairs)
+
+
+_AND, _OR, _NOT = Kind("&", _and), Kind("|", _or), Kind("~", _not)
 
 
 def causal(offset: Any = 0):

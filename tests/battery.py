@@ -294,3 +294,13 @@ def problem(case, dtype=np.float64):
         return result
 
     return Problem(args, mask, call, expected)
+
+
+def made(jaxpr):
+    """Pairs (primitive, abstract value) of all that a program makes, in every loop and branch."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        yield from ((eqn.primitive.name, v.aval) for v in eqn.outvars)
+        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if hasattr(getattr(param, "jaxpr", param), "eqns"):
+                yield from made(param)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,15 @@ RULES = {
     ),
 }
 BUILDS = {name: (build, arrays) for name, (build, arrays, _) in RULES.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDS if name != "rule of keys alone"])
+def test_a_rule_can_be_pickled(name):
+    build, arrays = BUILDS[name]
+    rule = build(*arrays)
+    back = pickle.loads(pickle.dumps(rule))
+    assert jax.tree.structure(back) == jax.tree.structure(rule)
+    np.testing.assert_array_equal(back.dense(T, S), rule.dense(T, S))
 
 
 def looped(value, query_positions=range(T), key_positions=range(S)):

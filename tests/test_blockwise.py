@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from battery import made
 from conftest import assert_close
 
 import jattn
@@ -71,25 +72,15 @@ def transformed(options, what):
     }[what]
 
 
-def sizes(jaxpr):
-    """The number of elements of everything that a jaxpr makes, those in it included."""
-    for eqn in jaxpr.eqns:
-        yield from ((int(np.prod(v.aval.shape)), eqn.primitive.name, v.aval) for v in eqn.outvars)
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            inner = getattr(param, "jaxpr", param)
-            if hasattr(inner, "eqns"):
-                yield from sizes(inner)
-
-
 @pytest.mark.parametrize("what", ["forward", "gradient", "jvp", "Hessian-vector product"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_nothing_of_size_queries_times_keys_is_made(options, what):
     a = arrays()
     jaxpr = jax.make_jaxpr(transformed(options, what))(a["query"], a["key"], a["value"])
-    found = list(sizes(jaxpr.jaxpr))
-    assert max(n for n, *_ in found) < T * S / 8, max(found, key=lambda f: f[0])
+    found = [x.size for _, x in made(jaxpr)]
+    assert max(found) < T * S / 8
     # The walk did see the tiles.
-    assert max(n for n, *_ in found) >= N * BLOCK[0] * BLOCK[1]
+    assert max(found) >= N * BLOCK[0] * BLOCK[1]
 
 
 @pytest.mark.xfail(strict=True, reason="a query tile's cotangents are saved once for each of its key tiles: T S D / 64")
@@ -100,7 +91,7 @@ def test_nothing_of_size_queries_times_keys_is_made_by_reverse_over_reverse():
 def test_the_walk_sees_what_the_dense_engine_makes():
     a = arrays()
     dense = jax.make_jaxpr(lambda q, k, v: jattn.attention(q, k, v, method="dense"))(a["query"], a["key"], a["value"])
-    assert max(n for n, *_ in sizes(dense.jaxpr)) >= T * S
+    assert max(x.size for _, x in made(dense)) >= T * S
 
 
 @functools.cache
@@ -135,7 +126,7 @@ def test_the_gradient_at_8192_needs_at_most_64_megabytes(layout, mask):
 def test_auto_is_blockwise_where_that_is_faster():
     def largest(T, S):
         x = jnp.zeros((T, 1, 2)), jnp.zeros((S, 1, 2)), jnp.zeros((S, 1, 2))
-        return max(n for n, *_ in sizes(jax.make_jaxpr(jattn.attention)(*x).jaxpr))
+        return max(found.size for _, found in made(jax.make_jaxpr(jattn.attention)(*x)))
 
     assert largest(512, 512) == 512 * 512
     assert largest(1024, 1024) == 512 * 256
@@ -181,8 +172,8 @@ def test_keys_are_never_repeated_for_the_queries_that_share_them():
 
     jaxpr = jax.make_jaxpr(jax.grad(f, (0, 1, 2)))(q, k, k)
     repeated = {(8, 700, 16), (1, 8, 700, 16), (8, 64, 16), (1, 8, 64, 16)}
-    made = [aval.shape for _, name, aval in sizes(jaxpr.jaxpr) if name == "broadcast_in_dim"]
-    assert not [shape for shape in made if tuple(n for n in shape if n != 1) in {(8, 700, 16)}], repeated
+    shapes = [x.shape for name, x in made(jaxpr) if name == "broadcast_in_dim"]
+    assert not [shape for shape in shapes if tuple(n for n in shape if n != 1) in {(8, 700, 16)}], repeated
 
 
 # Tiles ---------------------------------------------------------------------------------------------------------------

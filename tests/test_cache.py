@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from battery import STATS, Sizes, inputs, normal
+from battery import STATS, Sizes, inputs, made, normal
 from conftest import assert_close
 from jax.experimental import checkify
 from jax.test_util import check_grads
-from test_blockwise import sizes
 
 from jattn import Cache, _cache, attention, biases, cached_attention, masks, rotary
 
@@ -708,7 +707,7 @@ def test_keys_and_values_are_not_repeated_for_the_heads_that_share_them(rolling,
     def f(*chunk):
         return cached_attention(*chunk, cache, masks.window(capacity, 0), **engine)
 
-    found = [n for n, *_ in sizes(jax.make_jaxpr(f)(*chunk).jaxpr)]
+    found = [x.size for _, x in made(jax.make_jaxpr(f)(*chunk))]
     # The largest is the cache, or the ring with the new token.
     assert B * capacity * 2 * H <= max(found) <= B * (capacity + 1) * 2 * H
 

@@ -721,3 +721,27 @@ def test_sizes_that_agree_by_chance_are_not_guessed():
             many(bools(*wrong), **shape)
         with pytest.raises(ValueError, match=r"^attention: bias must be \(\*B, N, T, S\) = \(4, 4, 4, 4\)"):
             many(bias=floats(*wrong), **shape)
+
+
+ZEROS_AND_ONES = (np.arange(35).reshape(5, 7) % 3 == 0).astype(np.float64)
+LOOKS_LIKE_A_MASK = "bias holds 0 and 1 alone, and is added to logits. For a mask pass mask=bias != 0."
+WITH_BIAS = {
+    "attend": lambda bias: one(bias=bias),
+    "attention": lambda bias: many(bias=bias[None, None]),
+    "attention_weights": lambda bias: weights(bias=bias[None, None]),
+}
+
+
+@pytest.mark.parametrize("who", WITH_BIAS)
+def test_a_bias_that_looks_like_a_mask_is_warned_about_at_the_caller(who):
+    with pytest.warns(UserWarning) as found:
+        WITH_BIAS[who](ZEROS_AND_ONES)
+    assert [str(w.message) for w in found] == [f"{who}: {LOOKS_LIKE_A_MASK}"]
+    assert found[0].filename == __file__
+
+
+@pytest.mark.parametrize("bias", [np.zeros((5, 7)), np.ones((5, 7)), -ZEROS_AND_ONES, 0.5 * ZEROS_AND_ONES])
+def test_a_bias_that_is_one_is_not_warned_about(bias):
+    WITH_BIAS["attend"](bias)
+    with np.errstate(divide="ignore"):
+        WITH_BIAS["attend"](np.log(bias + 1))

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import jattn
+import jattn.interop.equinox
+import jattn.interop.flax
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,6 +99,8 @@ import chex, jax, jaxlib, json, sys
 tops = lambda: {name.partition(".")[0] for name in sys.modules}
 before = tops()
 import jattn
+import jattn.interop.equinox
+import jattn.interop.flax
 print(json.dumps({"names": list(vars(jattn)), "modules": list(tops() - before - sys.stdlib_module_names)}))
 """
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)

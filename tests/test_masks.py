@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import pickle
 import random
 
 import jax
@@ -594,6 +595,15 @@ def test_a_copy_is_the_same_rule():
         rule = built(name, jnp.int32)
         assert repr(copy.deepcopy(rule)) == repr(rule)
         assert jax.tree.structure(copy.deepcopy(rule)) == jax.tree.structure(rule)
+
+
+# JAX's structures of a rule are equal only if the functions in it are the same ones.
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ("rule", "rule of queries alone")])
+def test_a_rule_can_be_pickled(name):
+    rule = built(name, jnp.int32)
+    back = pickle.loads(pickle.dumps(rule))
+    assert jax.tree.structure(back) == jax.tree.structure(rule)
+    same(back.dense(T, S), rule.dense(T, S))
 
 
 # What is refused

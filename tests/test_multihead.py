@@ -446,13 +446,32 @@ INITS = {
     "a fractional size": ((12, 4, 2, 1.5), {}, ValueError, "H must be an int >= 1, got 1.5."),
     "no features": ((0, 4, 2, 2), {}, ValueError, "features must be an int >= 1, got 0."),
     "integers": ((12, 4), {"dtype": np.int32}, TypeError, "dtype must be floating, got int32."),
+    "no random key": (
+        (12, 4),
+        {"rng": None},
+        TypeError,
+        "rng must be an array, got NoneType.",
+    ),
+    "a number for a random key": (
+        (12, 4),
+        {"rng": 0},
+        TypeError,
+        "rng must be a random key, from jax.random.key, got int64().",
+    ),
+    "several random keys": (
+        (12, 4),
+        {"rng": jax.random.split(jax.random.key(0), 3)},
+        ValueError,
+        "rng must be (), got (3,).",
+    ),
 }
 
 
 @pytest.mark.parametrize("args, options, kind, text", INITS.values(), ids=INITS)
 def test_a_layer_that_cannot_be_is_named(args, options, kind, text):
+    options = {"rng": jax.random.key(0)} | options | dict(zip(("features", "N", "K", "H"), args, strict=False))
     with pytest.raises(kind, match=f"^{re.escape('init_multihead: ' + text)}$"):
-        init_multihead(jax.random.key(0), *args, **options)
+        init_multihead(**options)
 
 
 OPTIONS = (
@@ -558,6 +577,16 @@ ERRORS = {
         lambda p, x: {"cache": Cache.create(8, K, H, D, batch=(B,), dtype=x.dtype), "query_positions": np.arange(T)},
         ValueError,
         "query_positions must be None with a cache, got (5,). It knows the tokens before these, and their positions.",
+    ),
+    "a cache of other heads": (
+        lambda p, x: {"cache": Cache.create(8, 3, H, D, batch=(B,), dtype=x.dtype)},
+        ValueError,
+        "key must be (*B, T, K, H) = (2, 5, 3, 4), got (2, 5, 2, 4). B, K, H and D are those of the cache.",
+    ),
+    "a cache that is too small": (
+        lambda p, x: {"cache": Cache.create(4, K, H, D, batch=(B,), dtype=x.dtype)},
+        ValueError,
+        "the lengths after the call must be at most capacity = 4, got [5, 5]. Make a larger cache, or one that rolls.",
     ),
     "an option that is not there": (
         lambda p, x: {"is_causal": True},
