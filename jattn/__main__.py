@@ -200,12 +200,14 @@ def explorer(layers, tokens):
     return jattn.explore(query, key, value, masks.causal(), tokens=tokens)
 
 
-def save(folder, explorer):
-    """Saves what is to be looked at, and prints where it is."""
+def save(folder, explorer, weights, tokens):
+    """Saves what is to be looked at, the page and a picture of one layer's weights, and prints where it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         print(f"  {explorer.save(folder / 'explorer.html')}: open it in a browser. It needs no network.")
-    except OSError as error:
+        jattn.pictures.weights(weights, tokens).savefig(folder / "weights.png", dpi=160)
+        print(f"  {folder / 'weights.png'}: the weights of the layer above, head by head.")
+    except (OSError, ImportError) as error:
         print(f"  not saved: {error}")
 
 
@@ -215,7 +217,7 @@ def main(argv=None):
     parser.add_argument("--layer", type=int, default=2, help="the layer to look into, from 0")
     parser.add_argument("--head", type=int, default=3, help="its query head, from 0")
     parser.add_argument("--query", type=int, help="the position of its query, from 0; if not given, the middle")
-    parser.add_argument("--out", type=pathlib.Path, default="demo", help="the folder for its page, demo if not given")
+    parser.add_argument("--out", type=pathlib.Path, default="demo", help="the folder to save into, demo if not given")
     args = parser.parse_args(argv)
     try:
         import glassllm
@@ -267,7 +269,9 @@ def main(argv=None):
         agree.append(print_generation(model, tokenizer, ids, count))
 
     print("\nTo look inside: every layer, head and query of this sentence")
-    save(args.out, explorer(layers, tokens))
+    query, key, _ = layers[args.layer]
+    weights = jattn.attention_weights(query, key, masks.causal())
+    save(args.out, explorer(layers, tokens), weights, [token.replace("▁", " ") for token in tokens])
 
     verdict = "Everything agrees" if all(agree) else "DISAGREEMENT: not everything is equal"
     print(f"\n{verdict} to {TOLERANCE:g} of the largest number.")
