@@ -1,7 +1,8 @@
 """Attention over a sequence that several devices share: each holds a part of the queries, the keys and the values.
 
 Inside `jax.shard_map`, `attention` sends keys and values around the ring of devices and folds what arrives into its own
-queries' rows (`jattn._blockwise`). No device ever holds more than its own part and one other, in any derivative.
+queries' rows (`jattn._blockwise`). Beside its own part, a device holds the one in use and the next one, in any
+derivative.
 
 Where the mask is causal, the device with the last part of a sequence has the most to do, and the others wait for it.
 `zigzag` gives each device an early and a late stripe instead, and all have the same to do.
@@ -174,7 +175,10 @@ def _striped(who, x, P, axis, order):
         hint = "Pad it at the end, and pass masks.lengths(key=...) with the real length."
         raise ValueError(f"{who}: axis {axis} of x must be a multiple of 2 P = {2 * P} long, got {n}. {hint}")
     stripes = x.reshape(*x.shape[:axis], 2 * P, n // (2 * P), *x.shape[axis + 1 :])
-    return jnp.take(stripes, order(P), axis).reshape(x.shape)
+    # On a mesh with explicit axes, JAX asks where the result shall be: where x is.
+    where = jax.typeof(stripes).sharding
+    dealt = stripes.at[(slice(None),) * axis + (order(P),)].get(out_sharding=where if any(where.spec) else None)
+    return dealt.reshape(x.shape)
 
 
 def _size(who, axis_name):

@@ -141,6 +141,17 @@ def positions_agree(n):
     close(*(with_gradient(f, range(4))(*args) for f in (zigzag, plain)), factor=10)
 
 
+def zigzag_keeps_shardings(n):
+    """Of a mesh with explicit axes, as JAX makes them."""
+    where = jax.NamedSharding(jax.make_mesh((n,), ("x",), devices=jax.devices()[:n]), TOKENS)
+    x = jax.device_put(jnp.arange(2 * 4 * n).reshape(2, 4 * n), where)
+    dealt = ring.zigzag(x, n, axis=1)
+    assert dealt.sharding.is_equivalent_to(where, 2)
+    first, last = np.arange(4), np.arange(4 * n - 4, 4 * n)
+    np.testing.assert_array_equal(dealt[0, :4], [*first[:2], *last[2:]])
+    np.testing.assert_array_equal(ring.unzigzag(dealt, n, axis=1), x)
+
+
 def arrays_agree(n):
     """Masks and biases that are arrays, a rule that looks up an array, and what half precision rounds."""
     query, key, value = inputs()
@@ -337,9 +348,9 @@ def shardings_of_batch_and_heads_stay(n):
     def pushed(*args, **engine):
         return jax.jvp(lambda *x: f(*x, *args[3:], **engine), args[:3], args[:3])[1]
 
-    engines = {"method": "dense"}, {"method": "blockwise", "block_size": (4, 3)}
-    calls = [functools.partial(h, **engine) for h in (f, gradient, pushed) for engine in engines]
-    for call in [*calls, g]:
+    dense, blockwise = {"method": "dense"}, {"method": "blockwise", "block_size": (4, 3)}
+    calls = (f, dense), (gradient, dense), (gradient, blockwise), (pushed, blockwise), (g, {})
+    for call in (functools.partial(h, **engine) for h, engine in calls):
         compiled = jax.jit(call).lower(*args).compile()
         text = compiled.as_text()
         assert not re.search(r"all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast", text)
