@@ -70,7 +70,8 @@ def attend(
             pair's two indices alone.
         query_positions: integers (T,), 0, 1, 2, ... if None.
         key_positions: integers (S,), likewise.
-        empty: what a query gets that may attend to nothing: "zero", or "raise" for an error.
+        empty: what a query gets that may attend to nothing: "zero", or "raise" for an error. Where the mask is traced,
+            "raise" is a check that JAX compiles inside `checkify.checkify` alone.
         method: "dense" makes all T x S logits at once, "blockwise" a tile of them at a time, in memory linear in T and
             S, forward and backward; "auto" chooses one of these by T x S. "cudnn" is cuDNN's kernel on a GPU, for
             float16 and bfloat16, without a mask or with `masks.causal()`, with gradients of first order; where a number
@@ -343,7 +344,8 @@ class Call:
             must, other = f"a rule from {module.__name__} or an array", "bias" if what == "mask" else "mask"
             raise TypeError(f"{self.who}: {what} must be {must}, got {x!r}, a {other}.")
         elif callable(x):
-            hint = f"Pass {module.__name__}.rule(fn)."
+            own = getattr(module, getattr(x, "__name__", ""), None) is x
+            hint = f"Call it: {module.__name__}.{x.__name__}(...)." if own else f"Pass {module.__name__}.rule(fn)."
             raise TypeError(f"{self.who}: {what} must be a rule or an array, got a function. {hint}")
         else:
             rule = module.array(self._array(what, x))
@@ -370,7 +372,9 @@ class Call:
         """The axes of a leaf. What leads them is told by their number alone, never by their sizes."""
         for lead in reversed(leads):
             if leaf.ndim == len(_checks.expand(lead, self.sizes)) + len(core):
-                _checks.shape(self.who, name, leaf, lead + core, self.sizes)
+                padding = name == "array(mask=...)" and leaf.shape == (*self.sizes["B"], self.sizes["S"])
+                hint = "For a [B, S] padding mask pass mask[:, None]." * padding
+                _checks.shape(self.who, name, leaf, lead + core, self.sizes, hint=hint)
                 return lead + core
         choices = " or ".join(_checks.tupled(a.rstrip("?") for a in lead + core) for lead in leads)
         raise ValueError(f"{self.who}: {name} must be {choices}, got {_checks.tupled(leaf.shape)}.")

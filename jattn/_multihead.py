@@ -169,6 +169,8 @@ def multihead(
         (3, 5, 8)
     """
     _checks.options(_WHO, options, attention if cache is None else cached_attention)
+    if isinstance(context, masks.Mask) or getattr(context, "dtype", None) == np.bool_:
+        raise TypeError(f"{_WHO}: context must be tokens, got a mask. Pass mask=....")
     params, x, context = _tokens(params, x, context)
     if rotary is not None and not callable(rotary):
         hint = "For another base pass functools.partial(jattn.rotary, base=...)."

@@ -135,7 +135,8 @@ def entropy(weights, axis=-1):
     """How spread out every row of weights is, in nats: 0 for one weight of 1, ln(S) for S equal weights.
 
     Args:
-        weights: floating, any shape; rows that sum to 1, or to 0 where they are empty.
+        weights: floating, any shape; rows that sum to 1, or to 0 where they are empty. Of attention with a sink, whose
+            weights sum to less, `Stats` has the entropy.
         axis: the axis along which a row lies, an integer.
 
     Returns:

@@ -281,13 +281,13 @@ def _transpose(ct, x, y, *visible, spec, levels, rounded):
 
 
 _product_p = Primitive("visible_product")
-_jitted = jax.jit(_product_p.bind, static_argnames=("spec", "levels", "rounded"))
+_jitted = jax.jit(_whole, static_argnames=("spec", "levels", "rounded", "on_cpu"))
 
 
-# Under `jax.disable_jit` the jitted one would call itself.
+# Not of `bind`, which under `jax.disable_jit`, and where `jax_debug_nans` looks for a NaN, would call itself.
 @_product_p.def_impl
 def _(*operands, **params):
-    return (_whole if jax.config.values["jax_disable_jit"] else _jitted)(*operands, **params)
+    return _jitted(*operands, on_cpu=jax.default_backend() == "cpu", **params)
 
 
 _product_p.def_abstract_eval(_abstract)

@@ -1,7 +1,7 @@
 """Bias rules: what is added to the logits, in nats, as a function of positions.
 
 Like mask rules (`jattn.masks`) they are small pytrees, and gradients reach their arrays. In `attention` the axes of a
-leaf may be led by nothing, by (N,) or by (*B, N), each of these full or 1.
+leaf may be led by nothing, by (N,) or by (*B, N), each of these full or 1. A sum of biases is one `rule`.
 """
 
 import math

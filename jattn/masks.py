@@ -310,7 +310,8 @@ def array(mask):
     """A mask given as an array, to be combined with rules.
 
     Args:
-        mask: bool (T, S), each axis full or 1, led by (*B) or (*B, N) in `attention`.
+        mask: bool (T, S), each axis full or 1, led by (*B) or (*B, N) in `attention`. Of a padding mask (B, S) pass
+            `masks.array(mask[:, None])`, or `masks.lengths(key=...)`.
 
     Raises:
         TypeError: `mask` is not boolean.

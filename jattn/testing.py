@@ -41,7 +41,8 @@ def assert_causal(fn, x, axis=0):
         x: arrays in any pytree, each with T positions on `axis`. Floating arrays are tried with derivatives and with
             values. Integers, such as token ids, and booleans have no derivatives and are tried with others between the
             least and the greatest of their array; if all are the same, with one beside it.
-        axis: where the positions are, in each array of `x` and `fn(x)`; 1 for (B, T, F).
+        axis: where the positions are, in each array of `x` and `fn(x)`; 1 for (B, T, F), where 0 would test whether
+            sequences reach each other.
 
     Raises:
         AssertionError: a derivative of an output to a later input is not exactly 0, or other values there change the

@@ -240,6 +240,11 @@ MISUSES = {
         TypeError,
         "attend: mask must be a rule from jattn.masks or an array, got alibi(slopes=float32[]), a bias.",
     ),
+    "a padding mask as an array rule": (
+        lambda: many(masks.array(np.ones((2, 7), bool))),
+        ValueError,
+        "attention: array(mask=...) must be (T, S) = (5, 7), got (2, 7). For a [B, S] padding mask pass mask[:, None].",
+    ),
     "a function as the mask": (
         lambda: one(lambda q, k: k <= q),
         TypeError,
@@ -248,7 +253,7 @@ MISUSES = {
     "causal without its brackets": (
         lambda: one(masks.causal),
         TypeError,
-        "attend: mask must be a rule or an array, got a function. Pass jattn.masks.rule(fn).",
+        "attend: mask must be a rule or an array, got a function. Call it: jattn.masks.causal(...).",
     ),
     # biases
     "one head: a boolean bias": (

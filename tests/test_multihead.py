@@ -558,6 +558,16 @@ ERRORS = {
         TypeError,
         "mask must be a rule from jattn.masks or an array, got alibi(slopes=float32[6]), a bias.",
     ),
+    "a mask in the place of the context": (
+        lambda p, x: {"context": masks.causal()},
+        TypeError,
+        "context must be tokens, got a mask. Pass mask=....",
+    ),
+    "a mask array in the place of the context": (
+        lambda p, x: {"context": np.ones((B, 1, T, T), bool)},
+        TypeError,
+        "context must be tokens, got a mask. Pass mask=....",
+    ),
     "a cache that is none": (
         lambda p, x: {"cache": {}},
         TypeError,
