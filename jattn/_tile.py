@@ -90,11 +90,16 @@ class Stats(NamedTuple):
 export.register_namedtuple_serialization(Stats, serialized_name="jattn.Stats")
 
 
-def inputs(query, key, value, **options):
+def inputs(query, key, value, bias=None, **options):
     """Inputs, from arrays of any dtype."""
     operands, wide = _visible.Operands(query.dtype), _visible.wide(query.dtype)
+    if bias is not None and bias.kind.name != "rule":
+        # What pairs share gets the sum of their gradients, tile by tile, in its own dtype: it is made wide first. An
+        # array with a number for each pair would only be copied, and what a caller's function reads is the caller's.
+        pairs = query.shape[0] * key.shape[0]
+        bias = jax.tree.map(lambda x: x if x.size == pairs else x.astype(jnp.promote_types(x.dtype, wide)), bias)
     query, key, value = query.astype(wide), key.astype(wide), None if value is None else value.astype(wide)
-    return Inputs(query, key, value, operands, **options)
+    return Inputs(query, key, value, operands, bias=bias, **options)
 
 
 def cut(x, pairs):

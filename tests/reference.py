@@ -161,7 +161,7 @@ def gradients(query, key, value, mask, bias, cotangent, *, scale, softcap=None, 
     `error` (T,) is how wrong, relatively, a weight of each row may be, or what is made of it. Logits closer than `eps`
     tie. A row that is NaN passes NaN to all that it sees.
     """
-    (T, H), S = query.shape, len(key)
+    T, S = len(query), len(key)
     seen = mask & ~np.isneginf(bias)
     result = attend(query, key, value, mask, bias, scale=scale, softcap=softcap, sink=sink)
     bad = np.isnan(result.lse)[:, None]
@@ -193,8 +193,8 @@ def gradients(query, key, value, mask, bias, cotangent, *, scale, softcap=None, 
         tiny = np.finfo(np.float32).tiny if eps > 1e-10 else np.finfo(np.float64).tiny
 
         def sized(own, weight, logit, tie):
-            entropies = np.abs(g_entropy) * (np.abs(logit - lse) + entropy + 1)
-            return error[:, None] * (weight * (own + mean_size + np.abs(g_lse) + entropies) + np.abs(g_max) * tie) + tiny
+            own = own + mean_size + np.abs(g_lse) + np.abs(g_entropy) * (np.abs(logit - lse) + entropy + 1)
+            return error[:, None] * (weight * own + np.abs(g_max) * tie) + tiny
 
         wrong = np.where(seen, sized(size, p, np.where(p > 0, logits, 0), share), 0)
         weights = p * keep
@@ -219,22 +219,23 @@ def gradients(query, key, value, mask, bias, cotangent, *, scale, softcap=None, 
     return out
 
 
-def kept(words, rate, heads, queries, keys):
-    """What dropout multiplies each weight by, (heads, T, S): threefry, as its authors' paper has it, 20 rounds.
+def kept(words, rate, queries, keys, heads=None):
+    """What dropout multiplies each weight by, (T, S), or (heads, T, S): threefry, as its authors have it, 20 rounds.
 
     A head's key is the block of the call's key that counts the head; a pair's bits are the first word of the block
     that counts its two indices. The rate is rounded to float32, and a pair is kept if its 24 bits reach it.
     """
-    words = _threefry(*(np.full(heads, w, np.uint32) for w in words), np.zeros(heads), np.arange(heads))
-    words = [w[:, None, None] for w in words]
-    bits, _ = _threefry(*np.broadcast_arrays(*words, np.reshape(queries, (-1, 1)), np.reshape(keys, (1, -1))))
+    words = [np.reshape(w, (1, 1)) for w in words]
+    if heads is not None:
+        words = _threefry(*words, np.zeros((heads, 1, 1)), np.arange(heads)[:, None, None])
+    bits, _ = _threefry(*words, np.reshape(queries, (-1, 1)), np.reshape(keys, (1, -1)))
     uniform = (bits >> np.uint32(8)).astype(np.float64) * 2.0**-24
     return np.where(uniform >= np.float32(rate), 1 / (1 - rate) if rate < 1 else 0, 0)
 
 
 def _threefry(a, b, x, y):
     """Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", threefry 2x32."""
-    a, b, x, y = (np.asarray(z).astype(np.uint32) for z in (a, b, x, y))
+    a, b, x, y = np.broadcast_arrays(*(np.asarray(z).astype(np.uint32) for z in (a, b, x, y)))
     schedule = a, b, a ^ b ^ np.uint32(0x1BD11BDA)
     x, y = x + a, y + b
     for i in range(5):

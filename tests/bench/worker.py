@@ -2,7 +2,8 @@
 
 It first says which version it is. Then each line of its input is a request in JSON, a question of `peers.py`, and is
 answered with a line: {"ms": of one call, "temp_bytes": or null}, or {"error": why there is none}. The first request of
-its kind is prepared: arrays, compilation, one call to warm up. Of `runs` calls only the last is timed.
+its kind is prepared: arrays, compilation, one call to warm up. Of `runs` calls only the last is timed. A request with a
+`file` is on the arrays in it, and what the call gives goes to the file of that name with .out.npz behind it.
 """
 
 import functools
@@ -19,7 +20,24 @@ def _torch():
     return torch
 
 
+def _given(r):
+    """The arrays (B, T, N, H) of a file, float32."""
+    import numpy as np
+
+    with np.load(r["file"]) as file:
+        return [file[name] for name in file.files]
+
+
+def _saved(r, results):
+    import numpy as np
+
+    np.savez(r["file"] + ".out.npz", *results)
+
+
 def _torch_arrays(torch, r):
+    if "file" in r:
+        x = [torch.from_numpy(x).transpose(1, 2).to(getattr(torch, r["dtype"])) for x in _given(r)]
+        return [y.contiguous().requires_grad_(r["gradient"]) for y in x]
     shapes = (r["B"], r["N"], r["T"], r["H"]), *2 * [(r["B"], r["K"], r["S"], r["H"])]
     return [torch.randn(shape).to(getattr(torch, r["dtype"])).requires_grad_(r["gradient"]) for shape in shapes]
 
@@ -38,6 +56,10 @@ def torch():
             )
             return torch.autograd.grad(out.float().sum(), x) if r["gradient"] else out
 
+        if "file" in r:
+            out = call()
+            out = out if r["gradient"] else [out]
+            _saved(r, [y.detach().float().transpose(1, 2).numpy() for y in out])
         return call, None
 
     return f"torch {torch.__version__}", prepared
@@ -68,6 +90,8 @@ def tokamax():
     def prepared(r):
         shapes = (r["B"], r["T"], r["N"], r["H"]), *2 * [(r["B"], r["S"], r["K"], r["H"])]
         x = [jax.random.normal(jax.random.key(i), shape).astype(r["dtype"]) for i, shape in enumerate(shapes)]
+        if "file" in r:
+            x = [jnp.asarray(y).astype(r["dtype"]) for y in _given(r)]
         options = {"is_causal": r["causal"], "implementation": r["implementation"]}
 
         def f(*x):
@@ -77,6 +101,8 @@ def tokamax():
             f = jax.grad(lambda *x: tokamax.dot_product_attention(*x, **options).astype(jnp.float32).sum(), (0, 1, 2))
         compiled = jax.jit(f).lower(*x).compile()
         temporaries = compiled.memory_analysis().temp_size_in_bytes
+        if "file" in r:
+            _saved(r, [y.astype(jnp.float32) for y in jax.tree.leaves(compiled(*x))])
         return lambda: jax.block_until_ready(compiled(*x)), temporaries
 
     return f"tokamax {_version('tokamax')} (jax {jax.__version__})", prepared
