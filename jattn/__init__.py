@@ -1,6 +1,6 @@
 """Attention for JAX that you can trust at the edges and look into in the middle."""
 
-from jattn import biases, masks, pictures, testing
+from jattn import biases, masks, pictures, ring, testing
 from jattn._attention import attend, attention, attention_weights
 from jattn._cache import Cache, cached_attention
 from jattn._multihead import MultiHead, init_multihead, multihead
@@ -34,6 +34,7 @@ __all__ = [
     "multihead",
     "naive_softmax",
     "pictures",
+    "ring",
     "rotary",
     "rows_normalised",
     "softmax",

@@ -210,7 +210,7 @@ def attention_weights(
         >>> attention_weights(x, x, masks.causal(), rows=jnp.array([1]))[0].tolist()
         [[0.5, 0.5, 0.0]]
     """
-    call = _Call("attention_weights", heads=True)
+    call = Call("attention_weights", heads=True)
     call.arrays(query=query, key=key)
     call.sources(mask, bias)
     call.numbers(scale, softcap, sink)
@@ -229,7 +229,7 @@ def attend_as(
     `there` is a mask of its own: what it hides is no part of the call, and a query to which it shows nothing is
     padding, which no policy counts as an empty row.
     """
-    call = _Call(who, heads)
+    call = Call(who, heads)
     call.arrays(query=query, key=key, value=value)
     if method == "cudnn":
         others = {"bias": bias, "softcap": softcap, "sink": sink, "query_positions": query_positions,
@@ -295,7 +295,7 @@ def _empty(args, T, S, block):
     return empty & args["there"].tile(pairs).any(1) if "there" in args else empty
 
 
-class _Call:
+class Call:
     """One call: its arrays by name, checked, and the names of their axes."""
 
     def __init__(self, who, heads):
@@ -308,7 +308,7 @@ class _Call:
     def _axes(self, *axes):
         return axes if self.heads else tuple(a for a in axes if a[:2] not in ("*B", "N", "N?", "K"))
 
-    def _add(self, what, x, axes):
+    def add(self, what, x, axes):
         self.args[what] = x
         self.axes[what] = [axes]
 
@@ -326,7 +326,7 @@ class _Call:
         self.sizes = {"B": tuple(B), "T": T, "S": S, "N": N, "K": K, "H": H, "D": arrays.get("value", query).shape[-1]}
         for what, x in arrays.items():
             _checks.shape(who, what, x, axes[what], self.sizes)
-            self._add(what, x, axes[what])
+            self.add(what, x, axes[what])
         _checks.heads(who, query, self.sizes)
 
     def sources(self, mask, bias, there=None):
@@ -381,7 +381,7 @@ class _Call:
                 continue
             x = _checks.number(self.who, what, x).astype(_visible.wide(jnp.result_type(self.args["query"])))
             _checks.shape(self.who, what, x, axes, self.sizes)
-            self._add(what, _checks.positive(self.who, what, x) if what == "softcap" else x, axes)
+            self.add(what, _checks.positive(self.who, what, x) if what == "softcap" else x, axes)
 
     def positions(self, **positions):
         for what, x in positions.items():
@@ -390,7 +390,7 @@ class _Call:
             x = _checks.integral(self.who, what, x)
             axes = self._axes(*AXES[what])[-1 if x.ndim == 1 else 0 :]
             _checks.shape(self.who, what, x, axes, self.sizes)
-            self._add(what, x, axes)
+            self.add(what, x, axes)
 
     def dropout(self, rate, rng):
         if _checks.known(rate):
@@ -406,9 +406,9 @@ class _Call:
         if self.heads:
             heads = (*self.sizes["B"], self.sizes["N"])
             words = _dropout.folded(words, math.prod(heads)).reshape(*heads, 2)
-        self._add("words", words, (*self._axes("*B", "N"), "words"))
+        self.add("words", words, (*self._axes("*B", "N"), "words"))
         rate = _checks.number(self.who, "dropout_rate", rate)
-        self._add("rate", rate.astype(_visible.wide(jnp.result_type(self.args["query"]))), ())
+        self.add("rate", rate.astype(_visible.wide(jnp.result_type(self.args["query"]))), ())
 
     def rows(self, rows):
         if rows is None:
@@ -418,7 +418,7 @@ class _Call:
         T = self.sizes["T"]
         if _checks.known(rows) and rows.size and not (0 <= np.min(rows) and np.max(rows) < T):
             raise ValueError(f"{self.who}: rows must be within 0 ... T - 1 = {T - 1}, got {np.asarray(rows).tolist()}.")
-        self._add("rows", rows, ("R",))
+        self.add("rows", rows, ("R",))
 
     def method(self, method, block_size):
         """The size of tiles (queries, keys), or None for all at once."""

@@ -14,6 +14,9 @@ That is one `custom_jvp` rule. A tile is recomputed where it is needed (`jax.che
 saved. JAX transposes the rule, tile by tile, into the backward pass that FlashAttention writes by hand, and
 differentiates it again for second order.
 
+In a ring of devices, `axis_name`, each holds a block of the keys. A round (`_round`) brings every block past every
+device, and with it its part of all of the above: the state is that of all blocks, and so are the sums.
+
 Sources: Milakov and Gimelshein 2018, arXiv:1805.02867; Rabe and Staats 2021, arXiv:2112.05682; Dao et al. 2022,
 arXiv:2205.14135.
 """
@@ -27,37 +30,88 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jattn import _online, _plan, _slices, _tile, _visible
+from jattn import _online, _plan, _round, _rules, _slices, _tile, _visible
 
 _nothing_saved = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
 
 
 class Static(NamedTuple):
-    """What the program is made for: tiles of (queries, keys), whether Stats are wanted, how the inputs are built."""
+    """What the program is made for: tiles of (queries, keys), whether Stats are wanted, a ring's axis of the mesh.
+
+    And how the inputs are built: whether each leaf has derivatives; of those that have and of the others, whether each
+    is stored along the keys, and so travels in a ring.
+    """
 
     block: tuple[int, int]
     stats: bool
+    axis_name: Any
     tree: Any
     floating: tuple[bool, ...]
-
-    def parted(self, leaves):
-        """Leaves that have derivatives, and those that have none."""
-        return tuple([x for x, f in zip(leaves, self.floating, strict=True) if f == kind] for kind in (True, False))
+    of_keys: Any
 
     def inputs(self, floats, others):
-        floats, others = iter(floats), iter(others)
-        return jax.tree.unflatten(self.tree, [next(floats if f else others) for f in self.floating])
+        x = jax.tree.unflatten(self.tree, _joined(floats, others, self.floating))
+        return x if self.axis_name is None else _stored_here(x)
+
+    def parted(self, floats, others):
+        """Floats and others that are stored along the keys; and those that are not."""
+        parts = [_parted(x, flags) for x, flags in zip((floats, others), self.of_keys, strict=True)]
+        return [x for x, _ in parts], [x for _, x in parts]
+
+    def joined(self, of_keys, rest):
+        """All floats, and all others."""
+        return [_joined(x, y, flags) for x, y, flags in zip(of_keys, rest, self.of_keys, strict=True)]
 
 
-def attend(x, dtype, stats, block):
-    """(T, D) in `dtype`, and Stats or None."""
+def _parted(xs, flags):
+    return tuple(tuple(x for x, flag in zip(xs, flags, strict=True) if flag == kind) for kind in (True, False))
+
+
+def _joined(xs, ys, flags):
+    xs, ys = iter(xs), iter(ys)
+    return [next(xs if flag else ys) for flag in flags]
+
+
+def _along_keys(x):
+    """Inputs of bools: whether a leaf holds something for each key that there is."""
+
+    def of_rule(rule):
+        if rule is None:
+            return None
+        return jax.tree.unflatten(jax.tree.structure(rule), ["S" in axes for _, axes in rule.leaf_axes()])
+
+    own = ("key", "value", "key_positions", "key_indices")
+    fields = {what: jax.tree.map(lambda _, what=what: what in own, y) for what, y in x._asdict().items()}
+    return x._replace(**fields | {what: of_rule(getattr(x, what)) for what in ("mask", "bias")})
+
+
+def _stored_here(x):
+    """Inputs with the part of each array rule, (1, S) or (T, 1) of all devices, that these queries and keys have."""
+    picks = {"T?": _rules.picker(x.query_indices), "S?": _rules.picker(x.key_indices)}
+
+    def cut(rule):
+        if rule is None:
+            return None
+        leaves, tree = jax.tree.flatten(rule)
+        for n, (_, axes) in enumerate(rule.leaf_axes()):
+            for along, axis in enumerate(axes):
+                leaves[n] = picks[axis](leaves[n], along) if axis in picks else leaves[n]
+        return jax.tree.unflatten(tree, leaves)
+
+    return x._replace(mask=cut(x.mask), bias=cut(x.bias))
+
+
+def attend(x, dtype, stats, block, axis_name=None):
+    """(T, D) in `dtype`, and Stats or None. With `axis_name`, `x.key` is one block of a ring."""
     leaves, tree = jax.tree.flatten(x)
+    of_keys = jax.tree.leaves(_along_keys(x))
     # Inside `shard_map`, what is the same on all devices is made to vary here: the sum over devices that its cotangent
     # needs would otherwise stand in a branch that some devices skip, and the others would wait for them.
     leaves = [_visible.like(leaf, leaves) for leaf in leaves]
     x = jax.tree.unflatten(tree, leaves)
-    static = Static(block, stats, tree, tuple(bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in leaves))
-    sums, rows = _sums(static, *static.parted(leaves))
+    floating = tuple(bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in leaves)
+    static = Static(block, stats, axis_name, tree, floating, _parted(of_keys, floating))
+    sums, rows = _sums(static, *_parted(leaves, floating))
     return _tile.results(x, rows._replace(alive=rows.alive > 0), sums, dtype)
 
 
@@ -83,6 +137,25 @@ def _scan(plan, body, state):
 def _sums(static, floats, others):
     """Sums of all keys, and Rows, `alive` as a number."""
     x = static.inputs(floats, others)
+    state = _online.start(x, static.stats)
+    if static.axis_name is None:
+        state = _absorbed(static, state, x)
+    else:
+        of_keys, rest = static.parted(floats, others)
+
+        def visit(state, of_keys):
+            return _absorbed(static, state, static.inputs(*static.joined(of_keys, rest)))
+
+        state = _round.folded(static.axis_name, visit, state, of_keys)
+    ties = None if state.ties is None else jnp.maximum(state.ties, 1)
+    rows = _tile.rows(x, state.largest, ties, state.alive)
+    # Not a constant: under `vmap` it must be mapped as its tangent is.
+    sums = _tile.Sums(state.acc, state.total, state.moment, None if ties is None else ties - ties)
+    return sums, rows._replace(alive=rows.alive.astype(sums.total.dtype))
+
+
+def _absorbed(static, state, x):
+    """`state` after all keys of x."""
     plan = _plan.plan(x, static.block)
 
     def visit(state, i, j):
@@ -96,12 +169,7 @@ def _sums(static, floats, others):
 
         return _plan.visited(plan, plan.kinds, i, j, read, lambda: state)
 
-    state = _fold(plan, _online.start(x, static.stats), visit)
-    ties = None if state.ties is None else jnp.maximum(state.ties, 1)
-    rows = _tile.rows(x, state.largest, ties, state.alive)
-    # Not a constant: under `vmap` it must be mapped as its tangent is.
-    sums = _tile.Sums(state.acc, state.total, state.moment, None if ties is None else ties - ties)
-    return sums, rows._replace(alive=rows.alive.astype(sums.total.dtype))
+    return _fold(plan, state, visit)
 
 
 # The axes of the tile that query, key and value, the first of the leaves, are cut along.
@@ -112,13 +180,32 @@ def _sums_jvp(static, primals, tangents):
     floats, others = primals
     moves = [not isinstance(d, SymbolicZero) for d in tangents[0]]
     d_cut = [d if m else None for d, m in zip(tangents[0][:3], moves[:3], strict=True)]
-    moves[:3] = [False] * 3
-    moving, d_moving = ([x for x, m in zip(of, moves, strict=True) if m] for of in (floats, tangents[0]))
+    d_moving = [d for d, m in zip(tangents[0][3:], moves[3:], strict=True) if m]
+    sums, rows = _sums(static, floats, others)
+    d_cut = [None if d is None else _visible.like(d, (floats, others, d_moving)) for d in d_cut]
+    of_keys, rest = static.parted(floats, others)
+
+    def d_sums(of_keys, rest):
+        (of_keys, d_keys), (rest, rows, d_query, d_moving) = of_keys, rest
+        floats, others = static.joined(of_keys, rest)
+        return [], jax.tree.leaves(_d_sums(static, moves, floats, others, sums, rows, [d_query, *d_keys], d_moving))
+
+    block, staying = (of_keys, d_cut[1:]), (rest, rows, d_cut[0], d_moving)
+    if static.axis_name is None:
+        _, found = d_sums(block, staying)
+    else:
+        _, found = _round.summed(static.axis_name, d_sums, block, staying)
+    return (sums, rows), (jax.tree.unflatten(jax.tree.structure(sums), found), jax.tree.map(jnp.zeros_like, rows))
+
+
+def _d_sums(static, moves, floats, others, like, rows, d_cut, d_moving):
+    """The derivative of the sums, which are as large as `like`, over the keys in floats and others."""
+    moves = [False, False, False, *moves[3:]]
+    moving = [x for x, m in zip(floats, moves, strict=True) if m]
     # The inputs of a tile that move with them.
-    flags = static.inputs(moves, [False] * len(others))
+    flags = jax.tree.unflatten(static.tree, _joined(moves, [False] * len(others), static.floating))
     fields = [name for name, flag in zip(flags._fields, flags, strict=True) if any(jax.tree.leaves(flag))]
     cut_fields = [name for name, d in zip(flags._fields, d_cut, strict=False) if d is not None]
-    sums, rows = _sums(static, floats, others)
     plan = _plan.plan(static.inputs(floats, others), static.block)
     kinds = None if isinstance(plan.kinds, np.ndarray) else plan.kinds
 
@@ -168,9 +255,7 @@ def _sums_jvp(static, primals, tangents):
         start = jnp.asarray(plan.queries.start)[ij[0]]
         return (d_cut, jax.tree.map(lambda x, part: _slices.add(x, part, start), d_sums, parts)), None
 
-    d_cut = [None if d is None else _visible.like(d, (floats, others, d_moving)) for d in d_cut]
-    _, d_sums = _scan(plan, body, (d_cut, jax.tree.map(zeros, sums)))
-    return (sums, rows), (d_sums, jax.tree.map(jnp.zeros_like, rows))
+    return _scan(plan, body, (d_cut, jax.tree.map(zeros, like)))[1]
 
 
 _sums.defjvp(_sums_jvp, symbolic_zeros=True)

@@ -74,21 +74,19 @@ def _tiled(x, axis):
 
 def _extremes(x, axis):
     tiled = _tiled(x, axis)
-    return tiled.min(1), tiled.max(1)
+    return Extremes(tiled.min(1), tiled.max(1))
 
 
-def tiles(queries, keys, query_positions=None, key_positions=None):
+def tiles(queries, keys, query_positions=None, key_positions=None, query_indices=None, key_indices=None):
     """Tiles over two axes."""
-    stored = [Extremes(a.start, a.start + a.size - 1) for a in (queries, keys)]
-    placed = [
-        s if x is None else Extremes(*_extremes(x, a))
-        for s, x, a in zip(stored, (query_positions, key_positions), (queries, keys), strict=True)
-    ]
-    q, k = (Extremes(*(x[:, None] for x in e)) for e in (stored[0], placed[0])), (
-        Extremes(*(x[None, :] for x in e)) for e in (stored[1], placed[1])
-    )
-    (q_stored, q_placed), (k_stored, k_placed) = q, k
-    return Tiles(queries, keys, q_stored, k_stored, q_placed, k_placed)
+
+    def extremes(axis, indices, positions):
+        stored = Extremes(axis.start, axis.start + axis.size - 1) if indices is None else _extremes(indices, axis)
+        return stored, stored if positions is None else _extremes(positions, axis)
+
+    q = [Extremes(*(y[:, None] for y in e)) for e in extremes(queries, query_indices, query_positions)]
+    k = [Extremes(*(y[None, :] for y in e)) for e in extremes(keys, key_indices, key_positions)]
+    return Tiles(queries, keys, q[0], k[0], q[1], k[1])
 
 
 # What a tile is: no pair is visible, some may be, all are.
@@ -114,7 +112,7 @@ def plan(x, block):
     every = (queries.first == queries.start)[:, None] & (keys.first == keys.start)[None, :]
     some = known = np.ones_like(every)
     if x.mask is not None:
-        all_tiles = tiles(queries, keys, x.query_positions, x.key_positions)
+        all_tiles = tiles(queries, keys, x.query_positions, x.key_positions, x.query_indices, x.key_indices)
         some, must = x.mask.bounds(all_tiles)
         every = every & must
         known = known & x.mask.bounds(all_tiles, static=True)[0]
@@ -129,8 +127,9 @@ def plan(x, block):
 
 def pairs(x, plan, i, j):
     """The pairs of tile (i, j)."""
-    rows, q = _cutter(plan.queries, i)
-    columns, k = _cutter(plan.keys, j)
+    rows, columns = _cutter(plan.queries, i), _cutter(plan.keys, j)
+    q = _inside(plan.queries, i) if x.query_indices is None else rows(x.query_indices, 0)
+    k = _inside(plan.keys, j) if x.key_indices is None else columns(x.key_indices, 0)
     query_positions = None if x.query_positions is None else rows(x.query_positions, 0)
     key_positions = None if x.key_positions is None else columns(x.key_positions, 0)
     return _rules.tile(q, k, query_positions, key_positions, rows, columns)
@@ -140,18 +139,23 @@ def placed(pairs, plan, i, j, kind):
     """The pairs of tile (i, j), of a kind: those of a full one are all visible, a partial one's may be another's."""
     if kind == FULL:
         return pairs._replace(full=True)
-    inside = pairs.query_indices >= jnp.asarray(plan.queries.first)[i]
-    return pairs._replace(inside=inside & (pairs.key_indices >= jnp.asarray(plan.keys.first)[j]))
+    own = _inside(plan.queries, i) >= jnp.asarray(plan.queries.first)[i]
+    return pairs._replace(inside=own[:, None] & (_inside(plan.keys, j) >= jnp.asarray(plan.keys.first)[j])[None, :])
+
+
+def _inside(axis, i):
+    """The places along `axis` that tile i holds."""
+    return jnp.asarray(axis.start)[i] + jnp.arange(axis.size, dtype=np.int32)
 
 
 def _cutter(axis, i):
-    """What picks tile i of an array along `axis`, and the indices in it."""
+    """What picks tile i of an array along `axis`."""
     start = jnp.asarray(axis.start)[i]
 
     def pick(x, along):
         return x if x.shape[along] == 1 else _slices.take(x, start, axis.size, along)[1]
 
-    return pick, start + jnp.arange(axis.size, dtype=np.int32)
+    return pick
 
 
 def visited(plan, kinds, i, j, read, skip):

@@ -28,7 +28,8 @@ from jattn import _dropout, _visible
 class Inputs(NamedTuple):
     """One head: query (T, H), key (S, H), value (S, D) or None, all float32 or wider; and the options.
 
-    `operands` is what products round to, `_visible.Operands`. The scale is 1/sqrt(H) if None.
+    `operands` is what products round to, `_visible.Operands`. The scale is 1/sqrt(H) if None. `query_indices` (T,) and
+    `key_indices` (S,) say where each is stored, 0, 1, 2, ... if None.
     """
 
     query: Any
@@ -44,6 +45,8 @@ class Inputs(NamedTuple):
     rate: Any = None
     query_positions: Any = None
     key_positions: Any = None
+    query_indices: Any = None
+    key_indices: Any = None
 
 
 class Rows(NamedTuple):

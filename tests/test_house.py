@@ -40,6 +40,7 @@ SURFACE = {
     "multihead": "params x context mask bias **options",
     "naive_softmax": "x axis",
     "pictures": None,
+    "ring": None,
     "rotary": "x positions",
     "rows_normalised": "weights tol axis",
     "softmax": "x axis where",
@@ -82,7 +83,12 @@ PICTURES = {
     "pictures.mask": "mask T S",
     "pictures.weights": "weights tokens key_tokens",
 }
-TABLES = SURFACE | RULES | INTEROP | METHODS | ASSERTIONS | PICTURES
+RING = {
+    "ring.attention": "query key value mask bias",
+    "ring.unzigzag": "x P axis",
+    "ring.zigzag": "x P axis",
+}
+TABLES = SURFACE | RULES | INTEROP | METHODS | ASSERTIONS | PICTURES | RING
 CALLS = {name: at for name, at in TABLES.items() if at is not None}
 FUNCTIONS = sorted(CALLS.keys() - {"Cache", "MultiHead", "Stats", "Trace"})
 
@@ -118,7 +124,7 @@ def test_importing_jattn_imports_only_jax_and_chex(fresh):
     assert fresh["modules"] == ["jattn"]
 
 
-@pytest.mark.parametrize("module", ["masks", "biases", "pictures", "testing"])
+@pytest.mark.parametrize("module", ["masks", "biases", "pictures", "ring", "testing"])
 def test_the_table_is_the_whole_surface_of_a_module(module):
     functions = {name for name in public(module).__all__ if not inspect.isclass(public(f"{module}.{name}"))}
     assert {f"{module}.{name}" for name in functions} == {name for name in CALLS if name.startswith(f"{module}.")}

@@ -1,0 +1,146 @@
+"""A round: the block of each device visits every device along an axis of the mesh, one after another, and comes home.
+
+Of a function f of a block, which travels, and of what stays, `summed` gives
+
+    for what stays:   the sum over all blocks of f(block, staying)[1]
+    for each block:   the sum over all devices of f(block, staying)[0], which travels with the block
+
+The derivative of such a sum is another one, with the tangents of the block in the block. So is its transpose: the
+cotangent of what a block collects travels with it, and so does what the block's own cotangent collects. A device holds
+one block at a time, forward and backward. A loop over `ppermute` would have JAX keep every block that came by for its
+transpose, the whole sequence on each device; so the sum is a primitive.
+
+Source: Liu et al. 2023, arXiv:2310.01889.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+
+def folded(axis_name, visit, state, block):
+    """`state` after `visit(state, block)` for every device's block, the own one first."""
+
+    def step(carry, _):
+        state, block = carry
+        # The next block is under way while this one is used.
+        following = _sent(axis_name, block)
+        return (visit(state, block), following), None
+
+    return lax.scan(step, (state, block), None, length=lax.axis_size(axis_name))[0][0]
+
+
+def _sent(axis_name, tree):
+    """What the device before this one holds."""
+    P = lax.axis_size(axis_name)
+    return jax.tree.map(lambda x: lax.ppermute(x, axis_name, [(p, (p + 1) % P) for p in range(P)]), tree)
+
+
+def summed(axis_name, f, block, staying):
+    """The sums of f(block, staying), a pair of lists of floating arrays: what each block collects, what stays gets.
+
+    `f` closes over no tracer. All arrays vary over the axis.
+    """
+    leaves, tree = jax.tree.flatten((block, staying))
+    n = len(jax.tree.leaves(block))
+    shapes = []
+
+    def flat(*leaves):
+        out = f(*jax.tree.unflatten(tree, leaves))
+        shapes[:] = [jax.tree.structure(x) for x in out]
+        return jax.tree.leaves(out)
+
+    jaxpr = jax.make_jaxpr(flat)(*leaves)
+    of_block, of_staying = shapes
+    out = _summed_p.bind(*leaves, jaxpr=jaxpr, travelling=(n, of_block.num_leaves), axis_name=axis_name)
+    return of_block.unflatten(out[: of_block.num_leaves]), of_staying.unflatten(out[of_block.num_leaves :])
+
+
+def _whole(*args, jaxpr, travelling, axis_name):
+    n, n_out = travelling
+    block, staying = list(args[:n]), args[n:]
+    sums = [_zeros(aval) for aval in jaxpr.out_avals]
+
+    def visit(sums, block):
+        sums = [x + y for x, y in zip(sums, jaxpr_as_fun(jaxpr)(*block, *staying), strict=True)]
+        return [*_sent(axis_name, sums[:n_out]), *sums[n_out:]]
+
+    return folded(axis_name, visit, sums, block)
+
+
+def _zeros(aval):
+    x, axes = jnp.zeros(aval.shape, aval.dtype), tuple(aval.manual_axis_type.varying)
+    return lax.pcast(x, axes, to="varying") if axes else x
+
+
+def _abstract(*args, jaxpr, **params):
+    return jaxpr.out_avals
+
+
+def _jvp(primals, tangents, *, jaxpr, travelling, axis_name):
+    n, n_out = travelling
+    out = _summed_p.bind(*primals, jaxpr=jaxpr, travelling=travelling, axis_name=axis_name)
+    moves = [not isinstance(d, ad.Zero) for d in tangents]
+    moving = [d for d in tangents if not isinstance(d, ad.Zero)]
+    n_moving = sum(moves[:n])
+
+    def pushed(block, staying):
+        primals = [*block[0], *staying[0]]
+        own = [x for x, m in zip(primals, moves, strict=True) if m]
+
+        def of_moving(*own):
+            own = iter(own)
+            return jaxpr_as_fun(jaxpr)(*(next(own) if m else x for x, m in zip(primals, moves, strict=True)))
+
+        d_out = jax.jvp(of_moving, own, [*block[1], *staying[1]])[1]
+        return d_out[:n_out], d_out[n_out:]
+
+    block, staying = (primals[:n], moving[:n_moving]), (primals[n:], moving[n_moving:])
+    of_block, of_staying = summed(axis_name, pushed, block, staying)
+    return out, [*of_block, *of_staying]
+
+
+def _transpose(cts, *args, jaxpr, travelling, axis_name):
+    n, n_out = travelling
+    linear = [ad.is_undefined_primal(x) for x in args]
+    n_linear = sum(linear[:n])
+    known = [None if m else x for x, m in zip(args, linear, strict=True)]
+    cts = [_zeros(aval) if isinstance(ct, ad.Zero) else ct for ct, aval in zip(cts, jaxpr.out_avals, strict=True)]
+
+    def pulled(block, staying):
+        known = [*block[0], *staying[0]]
+
+        def of_linear(*x):
+            x = iter(x)
+            return jaxpr_as_fun(jaxpr)(*(next(x) if m else y for y, m in zip(known, linear, strict=True)))
+
+        like = [_zeros(aval) for aval, m in zip(jaxpr.in_avals, linear, strict=True) if m]
+        out = list(jax.linear_transpose(of_linear, *like)([*block[1], *staying[1]]))
+        return out[:n_linear], out[n_linear:]
+
+    of_block, of_staying = summed(axis_name, pulled, (known[:n], cts[:n_out]), (known[n:], cts[n_out:]))
+    out = iter([*of_block, *of_staying])
+    return [next(out) if m else None for m in linear]
+
+
+def _batch(args, axes, *, jaxpr, travelling, axis_name):
+    n, n_out = travelling
+
+    def mapped(block, staying):
+        out = jax.vmap(jaxpr_as_fun(jaxpr), axes, 0)(*block, *staying)
+        return out[:n_out], out[n_out:]
+
+    of_block, of_staying = summed(axis_name, mapped, args[:n], args[n:])
+    return [*of_block, *of_staying], [0] * len(jaxpr.out_avals)
+
+
+_summed_p = Primitive("summed_over_a_round")
+_summed_p.multiple_results = True
+_summed_p.def_impl(jax.jit(_summed_p.bind, static_argnames=("jaxpr", "travelling", "axis_name")))
+_summed_p.def_abstract_eval(_abstract)
+batching.primitive_batchers[_summed_p] = _batch
+ad.primitive_jvps[_summed_p] = _jvp
+ad.primitive_transposes[_summed_p] = _transpose
+mlir.register_lowering(_summed_p, mlir.lower_fun(_whole, multiple_results=True))
