@@ -350,6 +350,11 @@ def _hessian_vector(x, v):
     return apart.T @ (weights * (apart @ v))
 
 
+def _ring_bytes(T, P, K, H, D, size):
+    parts = [T // P * K * (H + D) * size] * P
+    return sum(parts[1:])  # each part passes through this device but the next one's, which is there already
+
+
 # The exercises
 
 EXERCISES = {
@@ -608,6 +613,22 @@ EXERCISES = {
         (
             "The gradient is a function from (n,) to (n,). The Hessian times v is how it moves as x moves along v.",
             "jax.jvp(function, (x,), (v,)) gives a pair: the function at x, and how it moves along v.",
+        ),
+    ),
+    # 7. Many devices
+    "ring_bytes": Exercise(
+        _ring_bytes,
+        (
+            Case("Two devices", (8, 2, 1, 4, 4, 2)),
+            Case("Values with other features than keys", (12, 3, 2, 4, 6, 4)),
+            Case("Eight devices", (1024, 8, 2, 64, 64, 2)),
+            Case("One device", (16, 1, 2, 4, 4, 2)),
+            Case("A token for each device", (5, 5, 1, 3, 2, 4)),
+        ),
+        (
+            "A device has keys (T / P, K, H) and values (T / P, K, D). How many bytes is that?",
+            "In each step it sends as much as it has. After how many steps has its own part been everywhere else?",
+            "Not P: the part need not come home. T // P is an integer, T / P a float.",
         ),
     ),
 }

@@ -663,3 +663,40 @@ def hessian_vector_gradient_times(f, x, v):
 @wrong("hessian_vector", "along one axis", "value: ")
 def hessian_vector_a_whole_step(f, x, v):
     return jax.grad(f)(x + v) - jax.grad(f)(x)
+
+
+# 7. Many devices
+
+
+@solves("ring_bytes")
+def ring_bytes(T, P, K, H, D, size):
+    return (P - 1) * (T // P) * K * (H + D) * size
+
+
+@wrong("ring_bytes", "nothing is there yet")
+def ring_bytes_stub(T, P, K, H, D, size): ...
+
+
+@wrong("ring_bytes", "Two devices", "T = 8", "value: must be 64, got 128.")
+def ring_bytes_home_again(T, P, K, H, D, size):
+    return T * K * (H + D) * size
+
+
+@wrong("ring_bytes", "Values with other features than keys", "value: must be 640, got 512.")
+def ring_bytes_values_as_keys(T, P, K, H, D, size):
+    return ring_bytes(T, P, K, H, H, size)
+
+
+@wrong("ring_bytes", "Two devices", "value: must be 64, got 32.")
+def ring_bytes_keys_alone(T, P, K, H, D, size):
+    return ring_bytes(T, P, K, H, 0, size)
+
+
+@wrong("ring_bytes", "Values with other features than keys", "value: must be 640, got 320.")
+def ring_bytes_one_step(T, P, K, H, D, size):
+    return T // P * K * (H + D) * size if P > 1 else 0
+
+
+@wrong("ring_bytes", "Two devices", "type: must be an integer, got float")
+def ring_bytes_float(T, P, K, H, D, size):
+    return (P - 1) * T / P * K * (H + D) * size

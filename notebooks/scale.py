@@ -1,0 +1,81 @@
+"""What attention over a ring of devices costs: on paper, and as compiled programs say of themselves.
+
+`ring` is the model, for any number of devices; `counted` needs as many as it is asked about, simulated ones included.
+Nothing is run. The parts of a sequence are equal, and values have as many features as keys.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jattn
+
+
+class Cost(NamedTuple):
+    """Of one call, for each device."""
+
+    flops: float
+    sent: float  # bytes
+    held: float  # bytes: arguments, results and all between
+
+
+def ring(T, P, *, N, K, H, size, gradient=False, causal=False, tile=512):
+    """`Cost` of `jattn.ring.attention`, forward or forward and backward, of T tokens on P devices.
+
+    N query heads, K key/value heads, H features of `size` bytes each; tiles of `tile` x `tile` pairs. Where it is
+    causal, tokens are dealt by `ring.zigzag`, so that each device has half of the pairs to do.
+    """
+    n = T / P
+    tokens, keys = n * N * H * size, 2 * n * K * H * size
+    # Forward: query·key and weights·value, 2 FLOPs for each feature. Backward: query·key again, and the two products
+    # that each of them turns into.
+    flops = (14 if gradient else 4) * T * n * N * H / (2 if causal else 1)
+    # Keys and values come past every device and home; backward, they do it again, and their gradients with them.
+    sent = P * keys * (3 if gradient else 1)
+    # In: query, key, value, backward the output's gradient. Out: the output, or gradients of query, key and value.
+    outside = 3 * tokens + 2 * keys if gradient else 2 * tokens + keys
+    # Sums in float32; what is used and what is under way; two arrays of a tile of all heads, in float32.
+    inside = 4 * n * N * H + (4 if gradient else 2) * keys + 2 * 4 * N * min(tile, n) ** 2
+    return Cost(flops, sent, outside + inside)
+
+
+def seconds(cost, *, flops, bandwidth, overlap=True):
+    """How long a call takes at `flops` per second and `bandwidth` bytes per second, sent while computing or after."""
+    compute, communicate = cost.flops / flops, cost.sent / bandwidth
+    return max(compute, communicate) if overlap else compute + communicate
+
+
+def program(T, P, *, N, K, H, gradient=False, tile):
+    """The compiled program of float32 attention over T tokens on P devices, or of output and gradient."""
+    mesh = jax.make_mesh((P,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:P])
+    tokens = jax.P("x")
+
+    def part(query, key, value):
+        return jattn.ring.attention(query, key, value, axis_name="x", block_size=(tile, tile))
+
+    attend = jax.shard_map(part, mesh=mesh, in_specs=tokens, out_specs=tokens)
+
+    def backward(query, key, value, cotangent):
+        return jax.vjp(attend, query, key, value)[1](cotangent)
+
+    where = jax.NamedSharding(mesh, tokens)
+    heads = (N, K, K, N) if gradient else (N, K, K)
+    args = [jax.ShapeDtypeStruct((T, n, H), jnp.float32, sharding=where) for n in heads]
+    return jax.jit(backward if gradient else attend).lower(*args).compile()
+
+
+def counted(T, P, *, gradient=False, tile, **sizes):
+    """`Cost` by the compiler's own counts. Of a loop it counts one step: so a step is all that two parts share."""
+    steps = program(T, P, gradient=gradient, tile=T // P, **sizes)
+    memory = program(T, P, gradient=gradient, tile=tile, **sizes).memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return Cost(P * steps.cost_analysis()["flops"], P * sum(sends(steps)), held)
+
+
+def sends(program):
+    """The bytes of each array that a step sends to the next device."""
+    arrays = re.findall(r"= \(?f32\[([\d,]+)\]\S* .*?collective-permute(?:-start)?\(", program.as_text())
+    return [4 * math.prod(map(int, shape.split(","))) for shape in arrays]
