@@ -139,8 +139,8 @@ for gradient in (False, True):
             print(f"{what:23} {P:7}", *(f"{ratio:6.3f}" for ratio in ratios))
 
 # %% [markdown]
-# Bytes sent are exact: bfloat16 is sent as float32, as it is used. Of arithmetic the model leaves out softmax, a few FLOPs a pair against hundreds. Memory is what
-# a compiler arranges as it likes.
+# Bytes sent are exact: bfloat16 is sent as float32, as it is used. Of arithmetic the model leaves out softmax, a few
+# FLOPs a pair against hundreds. Memory is what a compiler arranges as it likes.
 #
 # P sends bring every part home again. Forward, P - 1 would do, as nothing is collected on the way:
 
@@ -187,13 +187,10 @@ T = P = 1000
 one_each = scale.ring(T, P, **layer)
 enough = (one_each.sent / device["bandwidth"]) / (one_each.flops / device["flops"])
 halves = enough / 2  # if keys, values and their gradients were sent in bfloat16
-largest = scale.ring(10_000_000, 4096, **layer)
 print(f"Communication rules where a device has fewer than {enough:,.0f} tokens ({halves:,.0f} if it sent bfloat16).")
-print(
-    f"10 million on 4096 are {10_000_000 / 4096:,.0f} each: a layer takes {scale.seconds(largest, **device):.2f} s, and",
-    end=" ",
-)
-print(f"{largest.flops / device['flops'] / scale.seconds(largest, **device):.0%} of it is spent computing.")
+largest = scale.ring(10_000_000, 4096, **layer)
+whole, computing = scale.seconds(largest, **device), largest.flops / device["flops"]
+print(f"10 million on 4096 are {10_000_000 / 4096:,.0f} each: {whole:.2f} s a layer, {computing / whole:.0%} computing.")
 
 # %% [markdown]
 # What the model does not know: how long a message takes to start, links that others use too, and devices that are late.

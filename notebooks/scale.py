@@ -39,7 +39,7 @@ def ring(T, P, *, N, K, H, size, gradient=False, causal=False, tile=512):
     sent = P * keys * wide * (3 if gradient else 1)
     # In: query, key, value, backward the output's gradient. Out: the output, or gradients of query, key and value.
     outside = size * (3 * tokens + 2 * keys if gradient else 2 * tokens + keys)
-    # Sums; what is used and what is under way; of halves, queries and the output's gradient again; two arrays of a tile.
+    # Sums; what is used and what is under way; of halves, queries and the output's gradient; two arrays of a tile.
     again = (2 if gradient else 1) if size < wide else 0
     inside = (1 + again) * tokens + (4 if gradient else 2) * keys + 2 * N * min(tile, n) ** 2
     return Cost(flops, sent, outside + wide * inside)
