@@ -12,6 +12,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 # %%
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ for name, order in (("in order", visible), ("zigzag", ring.zigzag(visible, P, ax
 # **Predict.** A ring step: how many arrays are sent, forward? How many more when the gradient is taken?
 
 # %%
-sizes = {"N": 4, "K": 2, "H": 64}
+sizes: dict[str, Any] = {"N": 4, "K": 2, "H": 64}
 T, tile = 16384, 64
 for gradient in (False, True):
     one_tile = scale.program(T, 8, gradient=gradient, tile=T // 8, **sizes)
@@ -92,8 +93,9 @@ for gradient in (False, True):
 # %%
 flops = 8 * scale.program(T, 8, tile=T // 8, **sizes).cost_analysis()["flops"]
 like = [jax.ShapeDtypeStruct((T, heads, 64), jnp.float32) for heads in (4, 2, 2)]
-dense = jax.jit(lambda *x: attention(*x, method="dense")).lower(*like).compile()
-print(f"all loops: {set(re.findall(r'known_trip_count.*?(\d+)', one_tile.as_text()))} times round")
+dense: Any = jax.jit(lambda *x: attention(*x, method="dense")).lower(*like).compile()
+rounds = set(re.findall(r"known_trip_count.*?(\d+)", one_tile.as_text()))
+print("its loops go round", *rounds, "times")
 print(f"8 devices together do {8 * flops / dense.cost_analysis()['flops']:.3f} of the FLOPs of one, dense")
 
 # %% [markdown]
@@ -117,7 +119,8 @@ for gradient in (False, True):
 #
 # - arithmetic: 2 FLOPs a feature for query·key and 2 for weights·value, over T·T pairs, shared by P. Backward five such
 #   products, 10 more. Half of it under a causal mask that is balanced;
-# - bytes sent: keys and values of T / P tokens, P times. Backward the same again, and the same for gradients;
+# - bytes sent: keys and values of T / P tokens, P times, in float32. Backward the same again, and the same for
+#   gradients;
 # - bytes held: arguments, results, sums in float32, and two of everything that travels;
 # - time: the longer of arithmetic and sending where they overlap, their sum where they don't.
 #
@@ -126,17 +129,18 @@ for gradient in (False, True):
 # **Predict.** Which of the three is off by the most?
 
 # %%
-print("               devices", *(f"{name:>6}" for name in scale.Cost._fields))
+print("                        devices", *(f"{name:>6}" for name in scale.Cost._fields))
 for gradient in (False, True):
     for P in (2, 4, 8):
-        count = scale.counted(T, P, gradient=gradient, tile=tile, **sizes)
-        model = scale.ring(T, P, gradient=gradient, tile=tile, size=4, **sizes)
-        what = "with gradient" if gradient else "forward"
-        print(f"{what:14} {P:7}", *(f"{x / y:6.3f}" for x, y in zip(count, model, strict=True)))
+        for size in (4, 2) if P == 8 else (4,):
+            call = sizes | {"gradient": gradient, "tile": tile, "size": size}
+            ratios = [x / y for x, y in zip(scale.counted(T, P, **call), scale.ring(T, P, **call), strict=True)]
+            what = ("with gradient" if gradient else "forward") + (", bfloat16" if size == 2 else "")
+            print(f"{what:23} {P:7}", *(f"{ratio:6.3f}" for ratio in ratios))
 
 # %% [markdown]
-# Bytes sent are exact. Of arithmetic the model leaves out softmax, a few FLOPs a pair against hundreds. Memory is what
-# a compiler arranges as it likes.
+# Bytes sent are exact: bfloat16 is sent as float32, as it is used. Of arithmetic the model leaves out softmax, a few
+# FLOPs a pair against hundreds. Memory is what a compiler arranges as it likes.
 #
 # P sends bring every part home again. Forward, P - 1 would do, as nothing is collected on the way:
 
@@ -147,12 +151,12 @@ print("sent, over the least that could be:", *(f"{P / (P - 1):.2f} ({P} devices)
 # ## Ten million tokens
 #
 # Now sizes that nobody here can run. What is assumed of the devices: 400 TFLOP/s that are really reached, in bfloat16,
-# and 50 GB/s to the next device. One layer with its gradient, causal and dealt in a zigzag: 32 query heads, 8 key heads,
-# 128 features. Other machines are other numbers in this cell.
+# and 50 GB/s to the next device. One layer with its gradient, causal and dealt in a zigzag: 32 query heads, 8 key
+# heads, of 128 features. Other machines are other numbers in this cell.
 
 # %%
-device = {"flops": 400e12, "bandwidth": 50e9}
-layer = {"N": 32, "K": 8, "H": 128, "size": 2, "gradient": True, "causal": True}
+device: dict[str, Any] = {"flops": 400e12, "bandwidth": 50e9}
+layer: dict[str, Any] = {"N": 32, "K": 8, "H": 128, "size": 2, "gradient": True, "causal": True}
 lengths = [32_000, 100_000, 320_000, 1_000_000, 3_200_000, 10_000_000]
 
 lines = {"seconds for a layer": {}, "gigabytes held by a device": {}}
@@ -165,8 +169,8 @@ for P in (8, 64, 512, 4096):
 pictures.curves(lines, dashed="sent after computing")
 
 # %% [markdown]
-# **Predict.** Where sending takes longer than computing, more devices help no more. From how many devices on is that,
-# for a given T?
+# **Predict.** Where sending takes longer than computing, more devices help no more. From how many devices on, in
+# powers of two, is that, for a given T?
 
 # %%
 for T in lengths:
@@ -182,10 +186,11 @@ for T in lengths:
 T = P = 1000
 one_each = scale.ring(T, P, **layer)
 enough = (one_each.sent / device["bandwidth"]) / (one_each.flops / device["flops"])
+halves = enough / 2  # if keys, values and their gradients were sent in bfloat16
+print(f"Communication rules where a device has fewer than {enough:,.0f} tokens ({halves:,.0f} if it sent bfloat16).")
 largest = scale.ring(10_000_000, 4096, **layer)
-print(f"Communication rules where a device has fewer than {enough:,.0f} tokens; 10 million on 4096 are", end=" ")
-print(f"{10_000_000 / 4096:,.0f} each, a layer takes {scale.seconds(largest, **device):.2f} s, and", end=" ")
-print(f"{largest.flops / device['flops'] / scale.seconds(largest, **device):.0%} of it is spent computing.")
+whole, computing = scale.seconds(largest, **device), largest.flops / device["flops"]
+print(f"10 million on 4096 are {10_000_000 / 4096:,.0f} each: {whole:.2f} s a layer, {computing / whole:.0%} computing.")
 
 # %% [markdown]
 # What the model does not know: how long a message takes to start, links that others use too, and devices that are late.

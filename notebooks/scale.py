@@ -6,7 +6,7 @@ Nothing is run. The parts of a sequence are equal, and values have as many featu
 
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,20 @@ def ring(T, P, *, N, K, H, size, gradient=False, causal=False, tile=512):
     causal, tokens are dealt by `ring.zigzag`, so that each device has half of the pairs to do.
     """
     n = T / P
-    tokens, keys = n * N * H * size, 2 * n * K * H * size
+    tokens, keys = n * N * H, 2 * n * K * H  # numbers in a part of the queries, and of keys and values
+    wide = max(size, 4)
     # Forward: query·key and weights·value, 2 FLOPs for each feature. Backward: query·key again, and the two products
     # that each of them turns into.
     flops = (14 if gradient else 4) * T * n * N * H / (2 if causal else 1)
-    # Keys and values come past every device and home; backward, they do it again, and their gradients with them.
-    sent = P * keys * (3 if gradient else 1)
+    # Keys and values come past every device and home; backward, they do it again, and their gradients with them. They
+    # travel as they are used: in float32, where the inputs are halves.
+    sent = P * keys * wide * (3 if gradient else 1)
     # In: query, key, value, backward the output's gradient. Out: the output, or gradients of query, key and value.
-    outside = 3 * tokens + 2 * keys if gradient else 2 * tokens + keys
-    # Sums in float32; what is used and what is under way; two arrays of a tile of all heads, in float32.
-    inside = 4 * n * N * H + (4 if gradient else 2) * keys + 2 * 4 * N * min(tile, n) ** 2
-    return Cost(flops, sent, outside + inside)
+    outside = size * (3 * tokens + 2 * keys if gradient else 2 * tokens + keys)
+    # Sums; what is used and what is under way; of halves, queries and the output's gradient; two arrays of a tile.
+    again = (2 if gradient else 1) if size < wide else 0
+    inside = (1 + again) * tokens + (4 if gradient else 2) * keys + 2 * N * min(tile, n) ** 2
+    return Cost(flops, sent, outside + wide * inside)
 
 
 def seconds(cost, *, flops, bandwidth, overlap=True):
@@ -48,8 +51,8 @@ def seconds(cost, *, flops, bandwidth, overlap=True):
     return max(compute, communicate) if overlap else compute + communicate
 
 
-def program(T, P, *, N, K, H, gradient=False, tile):
-    """The compiled program of float32 attention over T tokens on P devices, or of output and gradient."""
+def program(T, P, *, N, K, H, size=4, gradient=False, tile) -> Any:
+    """The compiled program of attention over T tokens on P devices, or of output and gradient; size 2 is bfloat16."""
     mesh = jax.make_mesh((P,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:P])
     tokens = jax.P("x")
 
@@ -63,7 +66,7 @@ def program(T, P, *, N, K, H, gradient=False, tile):
 
     where = jax.NamedSharding(mesh, tokens)
     heads = (N, K, K, N) if gradient else (N, K, K)
-    args = [jax.ShapeDtypeStruct((T, n, H), jnp.float32, sharding=where) for n in heads]
+    args = [jax.ShapeDtypeStruct((T, n, H), {2: jnp.bfloat16, 4: jnp.float32}[size], sharding=where) for n in heads]
     return jax.jit(backward if gradient else attend).lower(*args).compile()
 
 
@@ -77,5 +80,5 @@ def counted(T, P, *, gradient=False, tile, **sizes):
 
 def sends(program):
     """The bytes of each array that a step sends to the next device."""
-    arrays = re.findall(r"= \(?f32\[([\d,]+)\]\S* .*?collective-permute(?:-start)?\(", program.as_text())
-    return [4 * math.prod(map(int, shape.split(","))) for shape in arrays]
+    arrays = re.findall(r"= \(?(bf16|f32)\[([\d,]+)\]\S* .*?collective-permute(?:-start)?\(", program.as_text())
+    return [{"bf16": 2, "f32": 4}[dtype] * math.prod(map(int, shape.split(","))) for dtype, shape in arrays]

@@ -1,4 +1,4 @@
-"""The model of lesson 7 against what compiled programs count, on eight simulated devices, which need another process."""
+"""The model of lesson 7 against what compiled programs count, on simulated devices, which need another process."""
 
 import json
 import os
@@ -14,17 +14,17 @@ T, TILE, SIZES = 4096, 32, {"N": 4, "K": 2, "H": 64}
 
 # Counted / model. Softmax is not in the model's FLOPs; how memory is laid out, a compiler decides.
 BOUNDS = {"flops": (1.0, 1.06), "sent": (1.0, 1.0), "held": (0.9, 1.1)}
-CASES = [(P, gradient) for P in (2, 4, 8) for gradient in (False, True)]
+CASES = [(P, gradient, size) for P, size in ((2, 4), (4, 4), (8, 4), (8, 2)) for gradient in (False, True)]
 
 
 @pytest.fixture(scope="module")
 def counts():
-    """{(P, gradient): Cost} by compiled programs, and the temporaries of 1 and 8 devices."""
+    """{(P, gradient, size): Cost} by compiled programs, and the temporaries of 1 and 8 devices."""
     code = f"""
 import json, scale
 def temporaries(P, gradient):
     return scale.program({T}, P, gradient=gradient, tile={TILE}, **{SIZES}).memory_analysis().temp_size_in_bytes
-counts = [scale.counted({T}, P, gradient=gradient, tile={TILE}, **{SIZES}) for P, gradient in {CASES}]
+counts = [scale.counted({T}, P, gradient=gradient, size=size, tile={TILE}, **{SIZES}) for P, gradient, size in {CASES}]
 print(json.dumps([counts, [[temporaries(P, gradient) for P in (1, 8)] for gradient in (False, True)]]))
 """
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -37,11 +37,11 @@ print(json.dumps([counts, [[temporaries(P, gradient) for P in (1, 8)] for gradie
 
 
 @pytest.mark.parametrize("what", scale.Cost._fields)
-@pytest.mark.parametrize("P, gradient", CASES)
-def test_the_model_is_what_compiled_programs_count(counts, P, gradient, what):
-    model = scale.ring(T, P, gradient=gradient, tile=TILE, size=4, **SIZES)
+@pytest.mark.parametrize("P, gradient, size", CASES)
+def test_the_model_is_what_compiled_programs_count(counts, P, gradient, size, what):
+    model = scale.ring(T, P, gradient=gradient, tile=TILE, size=size, **SIZES)
     low, high = BOUNDS[what]
-    assert low <= getattr(counts[0][P, gradient], what) / getattr(model, what) <= high
+    assert low <= getattr(counts[0][P, gradient, size], what) / getattr(model, what) <= high
 
 
 def test_temporaries_of_one_of_eight_devices_are_a_fraction_of_those_of_one(counts):
@@ -50,10 +50,10 @@ def test_temporaries_of_one_of_eight_devices_are_a_fraction_of_those_of_one(coun
 
 
 def test_what_a_device_sends_and_does_by_hand():
-    # 10 tokens on 5 devices; 2 query heads, one key head, 3 features of 2 bytes.
+    # 10 tokens on 5 devices; 2 query heads, one key head, 3 features of 2 bytes, sent in 4.
     sizes = {"N": 2, "K": 1, "H": 3, "size": 2}
     cost = scale.ring(10, 5, **sizes)
-    assert cost.sent == 5 * (2 * 3 * 2 + 2 * 3 * 2)
+    assert cost.sent == 5 * (2 * 3 * 4 + 2 * 3 * 4)
     assert cost.flops == 2 * (2 * 10) * 2 * 3 * 2
     assert scale.ring(10, 5, causal=True, **sizes).flops == cost.flops / 2
     backward = scale.ring(10, 5, gradient=True, **sizes)
