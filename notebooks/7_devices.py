@@ -189,8 +189,8 @@ enough = (one_each.sent / device["bandwidth"]) / (one_each.flops / device["flops
 halves = enough / 2  # if keys, values and their gradients were sent in bfloat16
 print(f"Communication rules where a device has fewer than {enough:,.0f} tokens ({halves:,.0f} if it sent bfloat16).")
 largest = scale.ring(10_000_000, 4096, **layer)
-whole, computing = scale.seconds(largest, **device), largest.flops / device["flops"]
-print(f"10 million on 4096 are {10_000_000 / 4096:,.0f} each: {whole:.2f} s a layer, {computing / whole:.0%} computing.")
+whole, busy = scale.seconds(largest, **device), largest.flops / device["flops"]
+print(f"10 million on 4096 are {10_000_000 / 4096:,.0f} each: {whole:.2f} s a layer, {busy / whole:.0%} computing.")
 
 # %% [markdown]
 # What the model does not know: how long a message takes to start, links that others use too, and devices that are late.
