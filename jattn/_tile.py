@@ -97,7 +97,8 @@ def inputs(query, key, value, bias=None, **options):
         # What pairs share gets the sum of their gradients, tile by tile, in its own dtype: it is made wide first. An
         # array with a number for each pair would only be copied, and what a caller's function reads is the caller's.
         pairs = query.shape[0] * key.shape[0]
-        bias = jax.tree.map(lambda x: x if x.size == pairs else x.astype(jnp.promote_types(x.dtype, wide)), bias)
+        wider = lambda x: x.astype(wide if x.dtype.itemsize < wide.itemsize else x.dtype)  # noqa: E731
+        bias = jax.tree.map(lambda x: x if x.size == pairs else wider(x), bias)
     query, key, value = query.astype(wide), key.astype(wide), None if value is None else value.astype(wide)
     return Inputs(query, key, value, operands, bias=bias, **options)
 

@@ -179,7 +179,8 @@ def gradients(query, key, value, mask, bias, cotangent, *, scale, softcap=None, 
     logits = capped + bias
     g, g_lse, g_max, g_entropy = (x if x.ndim == 2 else x[:, None] for x in cotangent)
 
-    terms = np.abs(scale) * np.abs(query) @ np.abs(key).T + np.abs(bias)
+    terms = np.abs(scale) * np.abs(query) @ np.abs(key).T
+    terms = np.minimum(terms, np.inf if softcap is None else 2 * softcap) + np.abs(bias)
     tied = seen & ~bad & (np.abs(logits - largest) <= 4 * eps * terms)
     share = tied / np.maximum(tied.sum(1, keepdims=True), 1)
 

@@ -595,7 +595,7 @@ def of_leaf(c, x, p, d_bias):
     signed = lambda f: np.stack([d_bias[..., 0] * f, d_bias[..., 1] * np.abs(f)], -1)  # noqa: E731
     if kind == "relative":
         index = np.broadcast_to(3 + np.clip(p.k - p.q, -3, 3), d_bias.shape[:-1])
-        parts = [signed(index == n) for n in range(leaf.shape[-1])]
+        parts = [np.where((index == n)[..., None], d_bias, 0) for n in range(leaf.shape[-1])]
         parts = np.stack([_summed(part, c, (*lead, 1, 1)) for part in parts], -2)
         return parts.reshape(*leaf.shape, 2)
     factor = {"alibi": lambda: -abs(p.q - p.k), "rule": lambda: np.sin(p.q - p.k)}.get(kind, lambda: 1.0)()
