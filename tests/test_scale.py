@@ -9,6 +9,8 @@ import jax
 import pytest
 import scale
 
+pytestmark = pytest.mark.slow
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 T, TILE, SIZES = 4096, 32, {"N": 4, "K": 2, "H": 64}
