@@ -138,7 +138,8 @@ def _batch(args, axes, *, jaxpr, travelling, axis_name):
 
 _summed_p = Primitive("summed_over_a_round")
 _summed_p.multiple_results = True
-_summed_p.def_impl(jax.jit(_summed_p.bind, static_argnames=("jaxpr", "travelling", "axis_name")))
+# Not of `bind`: see `_visible`.
+_summed_p.def_impl(jax.jit(_whole, static_argnames=("jaxpr", "travelling", "axis_name")))
 _summed_p.def_abstract_eval(_abstract)
 batching.primitive_batchers[_summed_p] = _batch
 ad.primitive_jvps[_summed_p] = _jvp
