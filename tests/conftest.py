@@ -13,7 +13,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # The tests draw the same cases each time; `make fuzz` draws others, many.
 settings.register_profile(
     "few",
-    max_examples=16,
+    max_examples=8,
     derandomize=True,
     database=None,
     deadline=None,

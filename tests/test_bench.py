@@ -1,7 +1,9 @@
 """The benchmark runs: every table with tiny sizes, and a peer in a process of its own. No time is judged."""
 
+import importlib
 import re
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -111,3 +113,13 @@ def test_the_plot_is_small_and_its_text_is_text(tmp_path):
     assert ">megabytes of temporaries</text>" in text and ">tokamax xla_chunked</text>" in text
     # Nothing is painted behind: a page of either kind shows through.
     assert not re.search(r"fill: ?(#f{3,6}|white)", text)
+
+
+def test_the_table_of_errors_has_small_ones(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(peers.__file__).parent))
+    numerics = importlib.import_module("numerics")
+    monkeypatch.setattr(numerics, "SCALES", (1.0,))
+    numerics.rows(S=5, many=2, dtypes=["float32"])
+    numerics.attention(T=3, S=5, dtypes=["float32"])
+    errors = [float(cell) for cells in rows(capsys.readouterr().out.replace("float32, ", "")) for cell in cells]
+    assert errors and max(errors) < 20

@@ -546,3 +546,18 @@ def test_what_is_refused_is_refused_in_these_words(kind, text, build):
     with pytest.raises(kind) as error:
         build()
     assert str(error.value) == text
+
+
+@pytest.mark.parametrize("method", ["dense", "blockwise"])
+def test_the_gradient_of_a_narrow_slope_is_summed_wide(method):
+    # A sum of bfloat16 numbers, tile by tile, stands still or goes astray.
+    T, slope = 128, 2.0**-7
+    engine = {"method": method} | ({"block_size": (8, 8)} if method == "blockwise" else {})
+    zero, value = jnp.zeros((T, 1), jnp.bfloat16), jnp.arange(T, dtype=jnp.bfloat16)[:, None] / jnp.bfloat16(T)
+    f = jax.jit(jax.grad(lambda slope: attend(zero, zero, value, None, biases.alibi(slope), **engine).sum()))
+    got = f(jnp.bfloat16(slope))
+    distance, v = np.abs(np.subtract.outer(np.arange(T), np.arange(T))), np.arange(T) / T
+    p = np.exp(-slope * distance)
+    p /= p.sum(1, keepdims=True)
+    terms = -p * distance * (v - (p @ v)[:, None])
+    np.testing.assert_allclose(np.float64(got), terms.sum(), rtol=0, atol=2e-3 * np.abs(terms).sum())

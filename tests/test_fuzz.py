@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from jattn import Cache, attend, attention, attention_weights, biases, cached_attention, masks
 
+# As many as there are kinds of values.
 DRAWS = 8
 NAN, INF = np.nan, np.inf
 RESULTS = "out", "lse", "max_logit", "entropy"

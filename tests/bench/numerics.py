@@ -4,11 +4,11 @@ Every contender gets the same numbers, which its dtype holds exactly, and is com
 cell is the largest error of its case, in units of the last place: of the largest number of a row, for rows; of the sum
 of the sizes of what is summed, for attention, where terms cancel. Peers run as they do in `peers.py`.
 
-What the tables show, and why. Everything is within a few units at all scales and lengths, next to peers that are not:
-jax.nn takes float64's softmax in float32. Of bfloat16, weights and what flows back are rounded to meet the inputs in
-products, here as in torch and jax.nn; tokamax multiplies in float32, and is twice as exact. Where one key has all
-the weight, what flows back to the logits is a difference of equal numbers: one unit of these here and in torch, which
-take it from the output, and 0 in jax.nn, which takes it from the weights.
+What the tables show, and why. Rounding a logit of size L changes a weight by L units: from 1e3 on this is the error of
+every contender. jax.nn takes float64's softmax in float32. Of bfloat16, weights and what flows back are rounded to meet
+the inputs in products, here as in torch and jax.nn; tokamax multiplies in float32, and is up to twice as exact. Where
+one key has all the weight, what flows back to the logits is a difference of equal numbers: half a unit here and in
+torch, which take it from the output, and 0 in jax.nn, which takes it from the weights.
 """
 
 import functools
