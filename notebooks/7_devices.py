@@ -148,6 +148,35 @@ for gradient in (False, True):
 print("sent, over the least that could be:", *(f"{P / (P - 1):.2f} ({P} devices)" for P in (2, 4, 8, 64)))
 
 # %% [markdown]
+# ## Heads for tokens
+#
+# There is another way. Devices trade: each gives away the tokens that it has, of all heads but its share, and gets all
+# tokens of its share. Then `attention` sees whole sequences of fewer heads, and a second trade brings the output back.
+#
+# **Predict.** Eight devices. Which way sends less with eight heads of queries and of keys? With 32 on 8?
+
+# %%
+for N, K in ((8, 8), (32, 8)):
+    call: dict[str, Any] = {"N": N, "K": K, "H": 64, "size": 4}
+    one_tile, trade = scale.program(T, 8, tile=T // 8, **call), scale.program(T, 8, **call)
+    sent, given = 8 * sum(scale.sends(one_tile)), scale.trades(trade)
+    print(f"{N:2} heads on {K}: {sent / 1e6:5.1f} MB in the ring, {given / 1e6:5.1f} MB traded", end=", ")
+    print(f"{given / scale.trade(T, 8, **call):.3f} of what it is on paper")
+
+# %% [markdown]
+# In the ring, keys and values of the whole sequence come past every device. A trade moves each number once, queries and
+# output too. So with G query heads to a key head:
+
+# %%
+for G in (1, 4, 8):
+    call = {"N": 8 * G, "K": 8, "H": 128, "size": 4}
+    ratios = [scale.ring(T, P, **call).sent / scale.trade(T, P, **call) for P in (2, 4, 8)]
+    print(f"G = {G}: the ring sends", *(f"{x:4.1f}" for x in ratios), "times as much, on 2, 4 and 8 devices")
+
+# %% [markdown]
+# Few devices and many query heads to a key head: the ring. More devices, as long as each has a key head: trade. Beyond
+# that there is nothing to trade, and the ring goes on. It also hides what it sends behind what it computes.
+#
 # ## Ten million tokens
 #
 # Now sizes that nobody here can run. What is assumed of the devices: 400 TFLOP/s that are really reached, in bfloat16,

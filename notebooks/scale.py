@@ -4,6 +4,7 @@
 Nothing is run. The parts of a sequence are equal, and values have as many features as keys.
 """
 
+import functools
 import math
 import re
 from typing import Any, NamedTuple
@@ -45,21 +46,39 @@ def ring(T, P, *, N, K, H, size, gradient=False, causal=False, tile=512):
     return Cost(flops, sent, outside + wide * inside)
 
 
+def trade(T, P, *, N, K, H, size):
+    """The bytes that each device sends, forward, where devices trade heads for tokens, `traded`; P divides K."""
+    # Of query, key, value and output, all but the own share.
+    return (P - 1) / P * (2 * N + 2 * K) * T / P * H * size
+
+
+def traded(query, key, value):
+    """Attention inside shard_map, of a sequence that is sharded over "x": each device gets all tokens of its heads."""
+    there, back = (
+        functools.partial(jax.lax.all_to_all, axis_name="x", split_axis=s, concat_axis=c, tiled=True)
+        for s, c in ((1, 0), (0, 1))
+    )
+    return back(jattn.attention(there(query), there(key), there(value)))
+
+
 def seconds(cost, *, flops, bandwidth, overlap=True):
     """How long a call takes at `flops` per second and `bandwidth` bytes per second, sent while computing or after."""
     compute, communicate = cost.flops / flops, cost.sent / bandwidth
     return max(compute, communicate) if overlap else compute + communicate
 
 
-def program(T, P, *, N, K, H, size=4, gradient=False, tile) -> Any:
-    """The compiled program of attention over T tokens on P devices, or of output and gradient; size 2 is bfloat16."""
+def program(T, P, *, N, K, H, size=4, gradient=False, tile=None) -> Any:
+    """The compiled program of attention over T tokens on P devices, or of output and gradient; size 2 is bfloat16.
+
+    Without a tile devices trade heads for tokens.
+    """
     mesh = jax.make_mesh((P,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:P])
     tokens = jax.P("x")
 
     def part(query, key, value):
         return jattn.ring.attention(query, key, value, axis_name="x", block_size=(tile, tile))
 
-    attend = jax.shard_map(part, mesh=mesh, in_specs=tokens, out_specs=tokens)
+    attend = jax.shard_map(part if tile else traded, mesh=mesh, in_specs=tokens, out_specs=tokens)
 
     def backward(query, key, value, cotangent):
         return jax.vjp(attend, query, key, value)[1](cotangent)
@@ -81,4 +100,16 @@ def counted(T, P, *, gradient=False, tile, **sizes):
 def sends(program):
     """The bytes of each array that a step sends to the next device."""
     arrays = re.findall(r"= \(?(bf16|f32)\[([\d,]+)\]\S* .*?collective-permute(?:-start)?\(", program.as_text())
-    return [{"bf16": 2, "f32": 4}[dtype] * math.prod(map(int, shape.split(","))) for dtype, shape in arrays]
+    return [_bytes(*array) for array in arrays]
+
+
+def trades(program):
+    """The bytes that a device gives away in all trades of a program."""
+    traded = re.findall(r"= \((.*)\) all-to-all\(", program.as_text())
+    shares = [re.findall(r"(bf16|f32)\[([\d,]+)\]", arrays) for arrays in traded]
+    # One share of each is its own.
+    return sum(_bytes(*share) for own in shares for share in own[1:])
+
+
+def _bytes(dtype, shape):
+    return {"bf16": 2, "f32": 4}[dtype] * math.prod(map(int, shape.split(",")))

@@ -20,6 +20,8 @@ T, TILE, SIZES = 4096, 32, {"N": 4, "K": 2, "H": 64}
 MOST_HELD = 1.1 if jax.__version_info__ >= (0, 12) else 1.25
 BOUNDS = {"flops": (1.0, 1.06), "sent": (1.0, 1.0), "held": (0.9, MOST_HELD)}
 CASES = [(P, gradient, size) for P, size in ((2, 4), (4, 4), (8, 4), (8, 2)) for gradient in (False, True)]
+# (N, K, size) of those on 8 devices that trade heads for tokens.
+TRADES = [(8, 8, 4), (32, 8, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,8 @@ import json, scale
 def temporaries(P, gradient):
     return scale.program({T}, P, gradient=gradient, tile={TILE}, **{SIZES}).memory_analysis().temp_size_in_bytes
 counts = [scale.counted({T}, P, gradient=gradient, size=size, tile={TILE}, **{SIZES}) for P, gradient, size in {CASES}]
+for N, K, size in {TRADES}:
+    counts.append((0, scale.trades(scale.program({T}, 8, N=N, K=K, H=64, size=size)), 0))
 print(json.dumps([counts, [[temporaries(P, gradient) for P in (1, 8)] for gradient in (False, True)]]))
 """
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -38,7 +42,7 @@ print(json.dumps([counts, [[temporaries(P, gradient) for P in (1, 8)] for gradie
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     found, temporaries = json.loads(run.stdout)
-    return dict(zip(CASES, (scale.Cost(*x) for x in found), strict=True)), temporaries
+    return dict(zip([*CASES, *TRADES], (scale.Cost(*x) for x in found), strict=True)), temporaries
 
 
 @pytest.mark.parametrize("what", scale.Cost._fields)
@@ -47,6 +51,11 @@ def test_the_model_is_what_compiled_programs_count(counts, P, gradient, size, wh
     model = scale.ring(T, P, gradient=gradient, tile=TILE, size=size, **SIZES)
     low, high = BOUNDS[what]
     assert low <= getattr(counts[0][P, gradient, size], what) / getattr(model, what) <= high
+
+
+@pytest.mark.parametrize("N, K, size", TRADES)
+def test_what_is_traded_is_what_compiled_programs_count(counts, N, K, size):
+    assert counts[0][N, K, size].sent == scale.trade(T, 8, N=N, K=K, H=64, size=size)
 
 
 def test_temporaries_of_one_of_eight_devices_are_a_fraction_of_those_of_one(counts):
