@@ -23,6 +23,7 @@ import numpy as np
 import peers
 
 import jattn
+from jattn import pictures
 
 PLOT = Path(__file__).with_name("numerics.svg")
 SCALES = 1e-30, 1e-10, 1e-3, 1.0, 1e3, 1e10, 1e30
@@ -228,7 +229,8 @@ def lengths(keys=(16, 128, 1024, 10_000, 100_000), T=4, dtypes=("float32", "bflo
     return lines
 
 
-LOOKS = {"jattn dense": ("#0072B2", "o"), "jattn blockwise": ("#56B4E9", "P")} | peers.LOOKS
+_DRAWN = "jattn dense", "jax.nn", "torch", "tokamax xla", "tokamax xla_chunked", "jattn blockwise"
+LOOKS = dict(zip(_DRAWN, pictures.LOOKS, strict=True))
 
 
 def plot(panels, path):
