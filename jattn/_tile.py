@@ -13,7 +13,6 @@ is right at the edges because every step is: what is not visible is replaced bef
 products come from `_visible`.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -166,7 +165,6 @@ def _scales(x):
     return power, scale / power
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def below(logits, peak, once):
     """logits - peak, never above 0, and 0 at the peak, given logits that are rounded `once` or not.
 
@@ -175,15 +173,12 @@ def below(logits, peak, once):
     and then nothing is selected: XLA:CPU fuses two products with all that is between them if that is arithmetic.
     """
     # -inf - -inf would be NaN.
-    shifted = logits - jnp.where(peak == -jnp.inf, 0, peak)
+    shifted = logits - jax.lax.stop_gradient(jnp.where(peak == -jnp.inf, 0, peak))
     # No minimum: see `peaks`.
-    shifted = jnp.where(shifted > 0, 0, shifted)
-    return shifted if once else jnp.where(logits == peak, 0, shifted)
-
-
-@below.defjvp
-def _(once, primals, tangents):
-    return below(*primals, once), tangents[0]
+    top = shifted > 0 if once else (logits == peak) | (shifted > 0)
+    # 0, with the derivative of a logit. Not a 0 and a `custom_jvp`: jax 0.10 forgets its rule in second derivatives of
+    # a scan.
+    return jnp.where(top, logits - jax.lax.stop_gradient(logits), shifted)
 
 
 def peaks(logits, visible):

@@ -1225,6 +1225,32 @@ def test_checkpoint_scan_while_and_cond_are_plain(engine):
     leaves_close(loop, pushed)
 
 
+def test_second_derivatives_through_a_scan_are_those_of_a_loop(engine):
+    """jax 0.10 forgets the rule of a custom_jvp in them."""
+
+    def step(query, key, value):
+        return (attend(query, key, value, masks.causal(), softcap=3.0, **engine) ** 2).sum()
+
+    def scanned(query, key, value):
+        return jax.lax.scan(lambda total, q: (total + step(q, key, value), None), 0.0, query)[0]
+
+    def looped(query, key, value):
+        return sum(step(q, key, value) for q in query)
+
+    query, key, value = map(jnp.asarray, one_head())
+    args = jnp.stack([query, 2 * query]), key, value
+    tangents = jax.tree.map(jnp.ones_like, args)
+
+    def curvature(f):
+        return jax.jit(lambda *args: jax.jvp(jax.grad(f, (0, 1, 2)), args, tangents)[1])(*args)
+
+    if engine["method"] == "blockwise" and jax.__version_info__ < (0, 12):
+        with pytest.raises(NotImplementedError, match="put_part"):
+            curvature(scanned)
+    else:
+        leaves_close(curvature(scanned), curvature(looped))
+
+
 def test_linearize_and_its_transpose_are_jvp_and_vjp(engine):
     loss, args = _one_head_loss(frozen(engine)), [*map(jnp.asarray, one_head())]
     out, linear = jax.linearize(loss, *args)

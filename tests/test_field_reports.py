@@ -1461,8 +1461,8 @@ def test_dtypes_that_differ_are_refused_with_a_mask_and_without(dtypes, run, eng
 )
 def test_a_bias_may_have_any_floating_dtype(dtype, bias_dtype, means):
     """C70 pytorch/pytorch#99012, #161936; trl#1460"""
-    bias = np.array([[0, 1, 0]]).astype(jnp.dtype(bias_dtype))
-    for mask, expected in ((None, (4 + 6 * np.e) / (2 + np.e)), (np.array([[True, False, True]]), 2)):
+    bias = np.array([[0, 2, 0]]).astype(jnp.dtype(bias_dtype))
+    for mask, expected in ((None, (4 + 6 * np.e**2) / (2 + np.e**2)), (np.array([[True, False, True]]), 2)):
         out = means([1, 6, 3], mask, bias, dtype=jnp.dtype(dtype), T=1)
         assert out.dtype == dtype
         assert_close(out, [expected], dtype)
