@@ -124,19 +124,9 @@ def elsewhere(name, x, dtype):
 
 def started():
     """Adds the peers that are there to `WORKERS`; their versions, and a line for each that is not."""
-    workers, lines = {}, {}
-    for name, (folder, peer, added) in peers.ELSEWHERE.items():
-        if peer == "flex":
-            continue
-        try:
-            if peer not in workers:
-                python = peers.ROOT / folder / "bin" / "python"
-                workers[peer] = peers.Worker(python, Path(__file__).with_name("worker.py"), peer)
-            WORKERS[name] = workers[peer], added
-            lines[workers[peer].version] = None
-        except peers.Missing as why:
-            lines[f"no {name} ({why})"] = None
-    return list(lines)
+    found, lines = peers.workers(name for name in peers.ELSEWHERE if name != "flex_attention")
+    WORKERS.update(found)
+    return lines
 
 
 def close():
@@ -240,10 +230,7 @@ def plot(panels, path):
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]: an extra
     except ImportError:
         return print("\nno plot: matplotlib is not installed; it comes with the extra `notebooks`")
-    grey = "#808080"
-    colours = {f"{what}.color": grey for what in ("text", "xtick", "ytick")} | {"axes.labelcolor": grey}
-    fixed = {"svg.fonttype": "none", "svg.hashsalt": "jattn", "font.size": 9, "axes.edgecolor": grey}
-    with matplotlib.rc_context(colours | fixed):
+    with matplotlib.rc_context(pictures.STYLE):
         figure = Figure(figsize=(9, 4), layout="constrained")
         for axes, (title, cases) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
             for who in dict.fromkeys(who for errors in cases.values() for who in errors["out"]):
@@ -253,8 +240,8 @@ def plot(panels, path):
                 worst = [max(of.get(who, 0) for what, of in e.items() if what != "out") for e in cases.values()]
                 axes.plot([*cases], y, "-", label=who, **style)
                 axes.plot([*cases], worst, "--", **style)
-            axes.set(xscale="log", title=title, ylabel="units of the last place", facecolor="none")
-            axes.grid(color=grey, alpha=0.25, linewidth=0.5)
+            axes.set(xscale="log", title=title, ylabel="units of the last place")
+            axes.grid(color=pictures.GREY, alpha=0.25, linewidth=0.5)
             axes.legend(frameon=False, title="output; dashed: gradients")
         figure.savefig(path, transparent=True, metadata={"Date": None})
     print(f"\nplot: {path}")

@@ -142,19 +142,27 @@ ALL = "jax.nn", "torch", "tokamax xla", "tokamax xla_chunked"
 QUADRATIC = "jax.nn", "tokamax xla"
 
 
-def started():
-    """Adds the peers that are there to `CONTENDERS`; their versions, and a line for each that is not."""
-    workers, lines = {}, {}
-    for name, (folder, peer, added) in ELSEWHERE.items():
+def workers(names):
+    """Of these peers: {name: (its Worker, what is added to its questions)}; versions, and a line for each not there."""
+    found, of_peer, lines = {}, {}, {}
+    for name in names:
+        folder, peer, added = ELSEWHERE[name]
         try:
-            if peer not in workers:
-                workers[peer] = Worker(ROOT / folder / "bin" / "python", Path(__file__).with_name("worker.py"), peer)
-            worker = workers[peer]
-            CONTENDERS[name] = lambda r, worker=worker, added=added: There(worker, r | added)
-            lines[worker.version] = None
+            if peer not in of_peer:
+                of_peer[peer] = Worker(ROOT / folder / "bin" / "python", Path(__file__).with_name("worker.py"), peer)
+            found[name] = of_peer[peer], added
+            lines[of_peer[peer].version] = None
         except Missing as why:
             lines[f"no {name} ({why})"] = None
-    return list(lines)
+    return found, list(lines)
+
+
+def started():
+    """Adds the peers that are there to `CONTENDERS`; their versions, and a line for each that is not."""
+    found, lines = workers(ELSEWHERE)
+    for name, (worker, added) in found.items():
+        CONTENDERS[name] = lambda r, worker=worker, added=added: There(worker, r | added)
+    return lines
 
 
 def medians(contenders, least=None):
