@@ -170,7 +170,7 @@ def below(logits, peak, once):
 
     XLA may compute `c * tanh(x)` twice, once rounded, for the peak, and once fused with the subtraction, unrounded.
     Where logits are larger than 2^31 the two differ by more than exp can bear. What a product has made is there once,
-    and then nothing is selected: XLA:CPU fuses two products with all that is between them if that is arithmetic.
+    and is 0 at the peak by itself.
     """
     # -inf - -inf would be NaN.
     shifted = logits - jax.lax.stop_gradient(jnp.where(peak == -jnp.inf, 0, peak))
