@@ -78,7 +78,7 @@ def attention(
             devices along it; T or S is odd with `zigzag`; an array mask or bias has both P·T queries and P·S keys.
         TypeError: as in `jattn.attention`.
 
-    Numerics: as in `jattn.attention`.
+    Numerics: as in `jattn.attention`. Keys and values travel as they are used, in float32 or wider.
 
     Source: Liu et al. 2023, arXiv:2310.01889.
 
