@@ -178,7 +178,7 @@ def below(logits, peak, once):
     top = shifted > 0 if once else (logits == peak) | (shifted > 0)
     # 0, with the derivative of a logit. Not a 0 and a `custom_jvp`: jax 0.10 forgets its rule in second derivatives of
     # a scan.
-    tied = jnp.where(top & jnp.isfinite(logits), logits, 0)
+    tied = jnp.where(top & (logits != -jnp.inf), logits, 0)
     return jnp.where(top, tied - jax.lax.stop_gradient(tied), shifted)
 
 
