@@ -10,9 +10,9 @@ the sum of the derivatives of the tiles, each a linear function of the tangents 
 
     d acc = sum over tiles of  p (dlogits value + dvalue)          d total = sum over tiles of  p dlogits
 
-That is one `custom_jvp` rule. A tile is recomputed where it is needed (`jax.checkpoint`), so nothing of size T x S is
-saved. JAX transposes the rule, tile by tile, into the backward pass that FlashAttention writes by hand, and
-differentiates it again for second order.
+That is one rule. A tile is recomputed where it is needed, so nothing of size T x S is saved. JAX transposes the rule,
+tile by tile (`_walk`), into the backward pass that FlashAttention writes by hand, and differentiates it again for
+second order.
 
 In a ring of devices, `axis_name`, each holds a block of the keys. A round (`_round`) brings every block past every
 device, and with it its part of all of the above: the state is that of all blocks, and so are the sums.
@@ -26,13 +26,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 
-from jattn import _online, _plan, _round, _rules, _slices, _tile, _visible
-
-_nothing_saved = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+from jattn import _online, _plan, _round, _rules, _tile, _visible, _walk
 
 
 class Static(NamedTuple):
@@ -72,17 +69,23 @@ def _joined(xs, ys, flags):
     return [next(xs if flag else ys) for flag in flags]
 
 
-def _along_keys(x):
-    """Inputs of bools: whether a leaf holds something for each key that there is."""
+# What the arrays of `_tile.Inputs` are stored along, the others are along neither queries nor keys.
+_AXES = {"query": ("T", "H"), "key": ("S", "H"), "value": ("S", "D"), "query_positions": ("T",),
+         "key_positions": ("S",), "query_indices": ("T",), "key_indices": ("S",)}  # fmt: skip
 
-    def of_rule(rule):
-        if rule is None:
-            return None
-        return jax.tree.unflatten(jax.tree.structure(rule), ["S" in axes for _, axes in rule.leaf_axes()])
 
-    own = ("key", "value", "key_positions", "key_indices")
-    fields = {what: jax.tree.map(lambda _, what=what: what in own, y) for what, y in x._asdict().items()}
-    return x._replace(**fields | {what: of_rule(getattr(x, what)) for what in ("mask", "bias")})
+def _axes(x):
+    """The axes of each leaf of Inputs, as `_rules.Kind` names them."""
+    axes = []
+    for what, y in x._asdict().items():
+        rule = isinstance(y, _rules.Rule)
+        axes += [own for _, own in y.leaf_axes()] if rule else [_AXES.get(what, ())] * len(jax.tree.leaves(y))
+    return axes
+
+
+def _cuts(x):
+    """How each leaf of Inputs is cut into the parts of tiles."""
+    return tuple(_walk.cut(axes, y.shape) for axes, y in zip(_axes(x), jax.tree.leaves(x), strict=True))
 
 
 def _stored_here(x):
@@ -104,38 +107,27 @@ def _stored_here(x):
 def attend(x, dtype, stats, block, axis_name=None):
     """(T, D) in `dtype`, and Stats or None. With `axis_name`, `x.key` is one block of a ring."""
     leaves, tree = jax.tree.flatten(x)
-    of_keys = jax.tree.leaves(_along_keys(x))
+    of_keys = ["S" in axes for axes in _axes(x)]
     # Inside `shard_map`, what is the same on all devices is made to vary here: the sum over devices that its cotangent
     # needs would otherwise stand in a branch that some devices skip, and the others would wait for them.
     leaves = [_visible.like(leaf, leaves) for leaf in leaves]
     x = jax.tree.unflatten(tree, leaves)
     floating = tuple(bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in leaves)
     static = Static(block, stats, axis_name, tree, floating, _parted(of_keys, floating))
-    sums, rows = _sums(static, *_parted(leaves, floating))
+    sums, rows = _sums(static, leaves)
     return _tile.results(x, rows._replace(alive=rows.alive > 0), sums, dtype)
 
 
-def _fold(plan, state, visit):
-    """`state`, arrays (T, ...), after `visit(part of a tile's queries, i, j)` for every tile of the plan."""
-
-    def body(state, ij):
-        start = jnp.asarray(plan.queries.start)[ij[0]]
-        leaves, tree = jax.tree.flatten(state)
-        wholes, parts = zip(*(_slices.take(x, start, plan.queries.size) for x in leaves), strict=True)
-        parts = jax.tree.leaves(visit(jax.tree.unflatten(tree, parts), *ij))
-        leaves = [_slices.put(x, part, start) for x, part in zip(wholes, parts, strict=True)]
-        return jax.tree.unflatten(tree, leaves), None
-
-    return _scan(plan, body, state)
+def _sums(static, leaves):
+    """Sums of all keys, and Rows, `alive` as a number, of Inputs that are alike varying over the mesh."""
+    jaxpr = jax.make_jaxpr(functools.partial(_found, static))(*leaves)
+    n = 1 if static.stats else None
+    tree = jax.tree.structure((_tile.Sums(1, 1, n, n), _tile.Rows(1, 1, n, 1, 1)))
+    return tree.unflatten(_sums_p.bind(*leaves, static=static, jaxpr=jaxpr, levels=()))
 
 
-def _scan(plan, body, state):
-    return lax.scan(body, state, (plan.steps[:, 0], plan.steps[:, 1]))[0] if len(plan.steps) else state
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _sums(static, floats, others):
-    """Sums of all keys, and Rows, `alive` as a number."""
+def _found(static, *leaves):
+    floats, others = _parted(leaves, static.floating)
     x = static.inputs(floats, others)
     state = _online.start(x, static.stats)
     if static.axis_name is None:
@@ -149,113 +141,110 @@ def _sums(static, floats, others):
         state = _round.folded(static.axis_name, visit, state, of_keys)
     ties = None if state.ties is None else jnp.maximum(state.ties, 1)
     rows = _tile.rows(x, state.largest, ties, state.alive)
-    # Not a constant: under `vmap` it must be mapped as its tangent is.
     sums = _tile.Sums(state.acc, state.total, state.moment, None if ties is None else ties - ties)
-    return sums, rows._replace(alive=rows.alive.astype(sums.total.dtype))
+    return jax.tree.leaves((sums, rows._replace(alive=rows.alive.astype(sums.total.dtype))))
 
 
 def _absorbed(static, state, x):
     """`state` after all keys of x."""
     plan = _plan.plan(x, static.block)
+    (whole, tree), (leaves, of_x) = jax.tree.flatten(state), jax.tree.flatten(x)
 
-    def visit(state, i, j):
-        # Slices and bias are taken here and not in the branches, which would carry whole arrays through.
-        pairs = _plan.pairs(x, plan, i, j)
-        own = _tile.cut(x, pairs)
+    def visit(kind, i, j, *parts):
+        state, x = tree.unflatten(parts[: len(whole)]), of_x.unflatten(parts[len(whole) :])
+        pairs = _plan.pairs(x, plan, i, j, kind)
+        x = _tile.cut(x, pairs)
+        return jax.tree.leaves(_online.absorb(state, x, pairs, _tile.visible_pairs(x, pairs)))
 
-        def read(kind):
-            placed = _plan.placed(pairs, plan, i, j, kind)
-            return _online.absorb(state, own, placed, _tile.visible_pairs(own, placed))
-
-        return _plan.visited(plan, plan.kinds, i, j, read, lambda: state)
-
-    return _fold(plan, state, visit)
+    grid, steps, kinds = _plan.walk(plan)
+    visits = [functools.partial(visit, kind) for kind in kinds]
+    return tree.unflatten(_walk.folded(grid, steps, visits, whole, leaves, _cuts(x)))
 
 
-# The axes of the tile that query, key and value, the first of the leaves, are cut along.
-_CUT = ("queries", "keys", "keys")
+def _jvp(primals, tangents, *, static, jaxpr, levels):
+    out = _sums_p.bind(*primals, static=static, jaxpr=jaxpr, levels=levels)
+    moves = [not isinstance(d, ad.Zero) for d in tangents]
+    moving = [d for d, m in zip(tangents, moves, strict=True) if m]
+    n_rows = 5 if static.stats else 4
+    pushed = functools.partial(_pushed, static, _parted(moves, static.floating)[0])
+    for axes in levels:
+        pushed = jax.vmap(pushed, (axes, 0, tuple(a for a, m in zip(axes, moves, strict=True) if m)))
+    d_sums = pushed(tuple(primals), out[-n_rows:], tuple(moving))
+    return out, [*d_sums, *(ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out[-n_rows:])]
 
 
-def _sums_jvp(static, primals, tangents):
-    floats, others = primals
-    moves = [not isinstance(d, SymbolicZero) for d in tangents[0]]
-    d_cut = [d if m else None for d, m in zip(tangents[0][:3], moves[:3], strict=True)]
-    d_moving = [d for d, m in zip(tangents[0][3:], moves[3:], strict=True) if m]
-    sums, rows = _sums(static, floats, others)
-    d_cut = [None if d is None else _visible.like(d, (floats, others, d_moving)) for d in d_cut]
+def _pushed(static, moves, leaves, rows, moving):
+    """The derivative of the sums, a list, given Rows and the tangents of the floats that move."""
+    floats, others = _parted(leaves, static.floating)
+    moving = [_visible.like(d, (leaves, moving)) for d in moving]
     of_keys, rest = static.parted(floats, others)
+    travel = [flag for flag, m in zip(static.of_keys[0], moves, strict=True) if m]
+    d_keys, d_rest = _parted(moving, travel)
 
     def d_sums(of_keys, rest):
-        (of_keys, d_keys), (rest, rows, d_query, d_moving) = of_keys, rest
+        (of_keys, d_keys), (rest, rows, d_rest) = of_keys, rest
         floats, others = static.joined(of_keys, rest)
-        return [], jax.tree.leaves(_d_sums(static, moves, floats, others, sums, rows, [d_query, *d_keys], d_moving))
+        return [], _d_sums(static, moves, floats, others, rows, _joined(d_keys, d_rest, travel))
 
-    block, staying = (of_keys, d_cut[1:]), (rest, rows, d_cut[0], d_moving)
-    if static.axis_name is None:
-        _, found = d_sums(block, staying)
-    else:
-        _, found = _round.summed(static.axis_name, d_sums, block, staying)
-    return (sums, rows), (jax.tree.unflatten(jax.tree.structure(sums), found), jax.tree.map(jnp.zeros_like, rows))
+    block, staying = (of_keys, d_keys), (rest, rows, d_rest)
+    summed = d_sums if static.axis_name is None else functools.partial(_round.summed, static.axis_name, d_sums)
+    return summed(block, staying)[1]
 
 
-def _d_sums(static, moves, floats, others, like, rows, d_cut, d_moving):
-    """The derivative of the sums, which are as large as `like`, over the keys in floats and others."""
-    moves = [False, False, False, *moves[3:]]
-    moving = [x for x, m in zip(floats, moves, strict=True) if m]
-    # The inputs of a tile that move with them.
-    flags = jax.tree.unflatten(static.tree, _joined(moves, [False] * len(others), static.floating))
-    fields = [name for name, flag in zip(flags._fields, flags, strict=True) if any(jax.tree.leaves(flag))]
-    cut_fields = [name for name, d in zip(flags._fields, d_cut, strict=False) if d is not None]
-    plan = _plan.plan(static.inputs(floats, others), static.block)
-    kinds = None if isinstance(plan.kinds, np.ndarray) else plan.kinds
+def _d_sums(static, moves, floats, others, rows, moving):
+    """The derivative of the sums over the keys in floats and others."""
 
-    def zeros(like):
-        return _visible.like(jnp.zeros(like.shape, like.dtype), (floats, others, d_cut, d_moving))
+    def mixed(floats, moving):
+        moving = iter(moving)
+        return [next(moving) if m else x for x, m in zip(floats, moves, strict=True)]
 
-    # Whole arrays and indices go in, and the slices are taken inside: only whole arrays are saved.
-    @_nothing_saved
-    def tile(floats, others, rows, moving, d_moving, d_parts, kinds, i, j):
-        pairs = _plan.pairs(static.inputs(floats, others), plan, i, j)
-        rows = jax.tree.map(lambda y: pairs.rows(y, 0), rows)
+    # Parts are cut of what is stored here, and so are those of the tangents.
+    own = [x for x, m in zip(floats, moves, strict=True) if m]
+    x, dx = jax.jvp(lambda own: static.inputs(mixed(floats, own), others), (own,), (moving,))
+    leaves, tree = jax.tree.flatten(x)
+    flags = _joined(moves, [False] * len(others), static.floating)
+    d_leaves = [d for d, m in zip(jax.tree.leaves(dx), flags, strict=True) if m]
+    plan = _plan.plan(x, static.block)
 
-        def own(moving):
-            moving = iter(moving)
-            mixed = [next(moving) if m else x for x, m in zip(floats, moves, strict=True)]
-            return _tile.cut(static.inputs(mixed, others), pairs)
+    def tangent(kind, i, j, *parts):
+        parts = iter(parts)
+        leaves = [next(parts) for _ in flags]
+        peak, largest, *ties, alive, sound = (next(parts) for _ in rows)
+        pairs = _plan.pairs(tree.unflatten(leaves), plan, i, j, kind)
 
-        # The branches see the tile's own numbers, never a whole array, which they would carry through.
-        fixed = own(moving)
-        _, d_own = jax.jvp(lambda moving: [getattr(own(moving), name) for name in fields], (moving,), (d_moving,))
-        d_own = dict(zip((*cut_fields, *fields), (*d_parts, *d_own), strict=True))
+        def sums(own):
+            own = iter(own)
+            x = _tile.cut(tree.unflatten([next(own) if m else y for y, m in zip(leaves, flags, strict=True)]), pairs)
+            found = _tile.Rows(peak, largest, ties[0] if ties else None, alive, sound)
+            return _tile.sums(x, pairs, _tile.visible_pairs(x, pairs), found, static.stats)
 
-        def tangent(kind):
-            placed = _plan.placed(pairs, plan, i, j, kind)
-            visible = _tile.visible_pairs(fixed, placed)
+        own = [y for y, m in zip(leaves, flags, strict=True) if m]
+        return jax.tree.leaves(jax.jvp(sums, (own,), (list(parts),))[1])
 
-            def sums(own):
-                return _tile.sums(fixed._replace(**own), placed, visible, rows, static.stats)
-
-            return jax.jvp(sums, ({name: getattr(fixed, name) for name in d_own},), (d_own,))[1]
-
-        def none():
-            return jax.tree.map(zeros, jax.eval_shape(lambda: tangent(_plan.PARTIAL)))
-
-        return _plan.visited(plan, plan.kinds if kinds is None else kinds, i, j, tangent, none)
-
-    # The tangents of query, key and value are carried along, and read in place: see `_slices`.
-    def body(state, ij):
-        d_cut, d_sums = state
-        d_parts = []
-        for n, (d, name) in enumerate(zip(d_cut, _CUT, strict=True)):
-            if d is not None:
-                axis = getattr(plan, name)
-                d_cut[n], part = _slices.take(d, jnp.asarray(axis.start)[ij[name == "keys"]], axis.size)
-                d_parts.append(part)
-        parts = tile(floats, others, rows, moving, d_moving, d_parts, kinds, *ij)
-        start = jnp.asarray(plan.queries.start)[ij[0]]
-        return (d_cut, jax.tree.map(lambda x, part: _slices.add(x, part, start), d_sums, parts)), None
-
-    return _scan(plan, body, (d_cut, jax.tree.map(zeros, like)))[1]
+    cuts = _cuts(x)
+    cuts = cuts + (((0, _walk.QUERIES),),) * len(rows) + tuple(c for c, m in zip(cuts, flags, strict=True) if m)
+    arrays = [*leaves, *rows, *d_leaves]
+    grid, steps, kinds = _plan.walk(plan)
+    return _walk.summed(grid, steps, [functools.partial(tangent, kind) for kind in kinds], arrays, cuts)
 
 
-_sums.defjvp(_sums_jvp, symbolic_zeros=True)
+def _batch(operands, axes, *, static, jaxpr, levels):
+    jaxpr = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), axes, 0))(*operands)
+    out = _sums_p.bind(*operands, static=static, jaxpr=jaxpr, levels=(*levels, axes))
+    return out, [0] * len(out)
+
+
+def _whole(*leaves, static, jaxpr, levels):
+    return jaxpr_as_fun(jaxpr)(*leaves)
+
+
+# A primitive and not a `custom_jvp`, whose rule jax 0.10 forgets in second derivatives of a scan. `levels` are the
+# vmaps that it went through, the innermost first: for each, the axis of every leaf that it maps, or None.
+_sums_p = Primitive("sums_over_keys")
+_sums_p.multiple_results = True
+# Not of `bind`: see `_visible`.
+_sums_p.def_impl(jax.jit(_whole, static_argnames=("static", "jaxpr", "levels")))
+_sums_p.def_abstract_eval(lambda *_, jaxpr, **params: jaxpr.out_avals)
+batching.primitive_batchers[_sums_p] = _batch
+ad.primitive_jvps[_sums_p] = _jvp
+mlir.register_lowering(_sums_p, mlir.lower_fun(_whole, multiple_results=True))

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jattn import _rules, _slices
+from jattn import _rules, _walk
 
 
 class Axis(NamedTuple):
@@ -125,57 +124,43 @@ def plan(x, block):
     return Plan(queries, keys, np.argwhere(known).astype(np.int32), kinds)
 
 
-def pairs(x, plan, i, j):
-    """The pairs of tile (i, j)."""
-    rows, columns = _cutter(plan.queries, i), _cutter(plan.keys, j)
-    q = _inside(plan.queries, i) if x.query_indices is None else rows(x.query_indices, 0)
-    k = _inside(plan.keys, j) if x.key_indices is None else columns(x.key_indices, 0)
-    query_positions = None if x.query_positions is None else rows(x.query_positions, 0)
-    key_positions = None if x.key_positions is None else columns(x.key_positions, 0)
-    return _rules.tile(q, k, query_positions, key_positions, rows, columns)
+def walk(plan):
+    """The plan's grid, the steps of a walk over the tiles that are not empty, and the kinds of these."""
+    grid = _walk.Grid((plan.queries.length, plan.keys.length), (plan.queries.size, plan.keys.size))
+    i, j = plan.steps.T
+    if isinstance(plan.kinds, np.ndarray):
+        kinds = plan.kinds[i, j]
+        met = np.unique(kinds).tolist() or [PARTIAL]
+        return grid, _walk.Steps(np.stack([i, j, np.searchsorted(met, kinds)], 1).astype(np.int32)), met
+    kinds = common_kind(plan.kinds)[i, j]
+    rows = jnp.stack([i, j, jnp.maximum(kinds - PARTIAL, 0)], 1)
+    some = kinds != EMPTY
+    return grid, _walk.Steps(rows[jnp.argsort(~some, stable=True)], some.sum(dtype=np.int32)), [PARTIAL, FULL]
 
 
-def placed(pairs, plan, i, j, kind):
-    """The pairs of tile (i, j), of a kind: those of a full one are all visible, a partial one's may be another's."""
+def pairs(x, plan, i, j, kind):
+    """The pairs of tile (i, j), of a kind: those of a full one are all visible, a partial one's may be another's.
+
+    `x` is the tile's own part of the inputs.
+    """
+    whole = lambda x, axis: x  # noqa: E731 (a picker is a value)
+    q = _inside(plan.queries, i) if x.query_indices is None else x.query_indices
+    k = _inside(plan.keys, j) if x.key_indices is None else x.key_indices
+    pairs = _rules.tile(q, k, x.query_positions, x.key_positions, whole, whole)
     if kind == FULL:
         return pairs._replace(full=True)
-    own = _inside(plan.queries, i) >= jnp.asarray(plan.queries.first)[i]
-    return pairs._replace(inside=own[:, None] & (_inside(plan.keys, j) >= jnp.asarray(plan.keys.first)[j])[None, :])
+    own = _inside(plan.queries, i) >= i * plan.queries.size, _inside(plan.keys, j) >= j * plan.keys.size
+    return pairs._replace(inside=own[0][:, None] & own[1][None, :])
 
 
 def _inside(axis, i):
     """The places along `axis` that tile i holds."""
-    return jnp.asarray(axis.start)[i] + jnp.arange(axis.size, dtype=np.int32)
-
-
-def _cutter(axis, i):
-    """What picks tile i of an array along `axis`."""
-    start = jnp.asarray(axis.start)[i]
-
-    def pick(x, along):
-        return x if x.shape[along] == 1 else _slices.take(x, start, axis.size, along)[1]
-
-    return pick
-
-
-def visited(plan, kinds, i, j, read, skip):
-    """The pairs of tile (i, j), of a kind: all of a full one are visible, a partial one may hold another's."""
-    if isinstance(kinds, np.ndarray):
-        found = np.unique(kinds[plan.steps[:, 0], plan.steps[:, 1]])
-        if len(found) == 1:
-            return read(int(found[0]))
-        return lax.cond(jnp.asarray(kinds == FULL)[i, j], lambda: read(FULL), lambda: read(PARTIAL))
-    kind = common_kind(kinds[i, j])
-    return lax.switch(kind, [skip, lambda: read(PARTIAL), lambda: read(FULL)])
+    return jnp.minimum(i * axis.size, axis.length - axis.size) + jnp.arange(axis.size, dtype=np.int32)
 
 
 @custom_vmap
 def common_kind(kind):
-    """What a tile is for all elements of the mapped axes together.
-
-    `lax.switch` under `vmap` becomes a select, and skips nothing, as soon as its index is mapped. This answers for the
-    whole mapped axis at once and stays unmapped.
-    """
+    """What tiles are for all elements of the mapped axes together: a walk goes to the same tiles for all of them."""
     return kind
 
 

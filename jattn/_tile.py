@@ -51,8 +51,8 @@ class Inputs(NamedTuple):
 class Rows(NamedTuple):
     """What is known of each row before its sums, (T,) each. No derivative flows through any of it.
 
-    `peak` is what logits are shifted by, 0 for an empty row. `sound` is 1, and NaN for a row without a largest logit
-    although it sees a key. `ties` keys share that logit, the sink aside.
+    `peak` is what logits are shifted by, and `largest` is the largest logit of a key; both 0 for an empty row. `sound`
+    is 1, and NaN for a row without a largest logit although it sees a key. `ties` keys share the largest logit.
     """
 
     peak: Any
@@ -198,7 +198,7 @@ def rows(x, largest, ties, alive):
         top = jnp.maximum(top, jax.lax.stop_gradient(x.sink))
         spoilt = spoilt | ~jnp.isfinite(top)
     sound = jnp.where(alive & spoilt, jnp.nan, jnp.ones_like(largest))
-    return Rows(jnp.where(jnp.isfinite(top), top, 0), largest, ties, alive, sound)
+    return Rows(jnp.where(jnp.isfinite(top), top, 0), jnp.where(alive, largest, 0), ties, alive, sound)
 
 
 def tied(x, logits, visible, largest):
@@ -272,6 +272,6 @@ def results(x, rows, sums, dtype):
     entropy = jnp.where(alive, jnp.log(whole) - drop / whole, 0)
     spoilt = jnp.isnan(whole)
     # What is added to a spoilt row is NaN in value and derivative.
-    largest = jnp.where(spoilt, jnp.nan, jnp.where(alive, rows.largest, 0))
+    largest = jnp.where(spoilt, jnp.nan, rows.largest)
     max_logit = jnp.where(alive, largest + jnp.where(spoilt, whole, sums.rise), -jnp.inf)
     return out, Stats(lse, max_logit, entropy)

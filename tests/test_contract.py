@@ -1244,11 +1244,7 @@ def test_second_derivatives_through_a_scan_are_those_of_a_loop(engine):
     def curvature(f):
         return jax.jit(lambda *args: jax.jvp(jax.grad(f, (0, 1, 2)), args, tangents)[1])(*args)
 
-    if engine["method"] == "blockwise" and jax.__version_info__ < (0, 12):
-        with pytest.raises(NotImplementedError, match="put_part"):
-            curvature(scanned)
-    else:
-        leaves_close(curvature(scanned), curvature(looped))
+    leaves_close(curvature(scanned), curvature(looped))
 
 
 def test_linearize_and_its_transpose_are_jvp_and_vjp(engine):

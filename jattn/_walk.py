@@ -1,0 +1,235 @@
+"""A walk over tiles of queries x keys: folds and sums of what functions of a tile's parts give.
+
+An array may lie along queries, along keys, along both or along neither; its cut says so, and a tile has its own part
+of it. Of functions f of parts, one for each kind of tile, and the arrays that they are parts of,
+
+    folded:   the state, arrays along queries, after f(state's part, parts) has taken the place of each part in turn
+    summed:   arrays with f(parts) added to the part of each tile
+
+The derivative of a sum is another one, along the same walk, and so is its transpose: what f reads a part of gets its
+cotangent added to that part, in place. Nothing of a step is kept for it. A loop of JAX's own would keep something of
+each, would add whole arrays of zeros with one part filled in, and could not end where traced tiles do; so both are
+primitives, and a function is chosen for a tile when all maps and derivatives have been taken of it.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+QUERIES, KEYS = 0, 1
+
+
+class Grid(NamedTuple):
+    """Tiles of `sizes` over axes of `lengths`, each of (queries, keys)."""
+
+    lengths: tuple[int, int]
+    sizes: tuple[int, int]
+
+    def start(self, along, tile):
+        """Where a tile starts. The last one may start early: no length needs to divide a tile."""
+        size = self.sizes[along]
+        return jnp.minimum(tile * size, self.lengths[along] - size)
+
+    def part(self, x, cut, ij):
+        for axis, along in cut:
+            x = lax.dynamic_slice_in_dim(x, self.start(along, ij[along]), self.sizes[along], axis)
+        return x
+
+    def replaced(self, x, part, cut, ij):
+        starts = [np.int32(0)] * x.ndim
+        for axis, along in cut:
+            starts[axis] = self.start(along, ij[along])
+        return lax.dynamic_update_slice(x, part, starts)
+
+    def aval(self, x, cut, sizes):
+        shape = list(x.shape)
+        for axis, along in cut:
+            shape[axis] = sizes[along]
+        return x.update(shape=tuple(shape))
+
+
+class Steps(NamedTuple):
+    """The walk: int32 (n, 3) of query tile, key tile and which function; of them the first `count`, all if None."""
+
+    rows: Any
+    count: Any = None
+
+
+def cut(axes, shape):
+    """Of an array with these axes, as `_rules.Kind` names them, or none: which of its axes lie along what."""
+    named = enumerate(zip(axes, shape, strict=False))
+    return tuple((i, "TS".index(a[0])) for i, (a, n) in named if a in ("T", "S") or (a in ("T?", "S?") and n != 1))
+
+
+def folded(grid, steps, functions, state, arrays, cuts):
+    """`state`, arrays (T, ...), after each step's function(i, j, *parts of the state, *parts of the arrays)."""
+    return _bound(_folded_p, grid, steps, functions, [*state, *arrays], (_ROWS,) * len(state) + cuts, len(state))
+
+
+def summed(grid, steps, functions, arrays, cuts):
+    """Arrays (T, ...): the sums over steps of function(i, j, *parts of the arrays), floating arrays."""
+    return _bound(_summed_p, grid, steps, functions, arrays, cuts, None)
+
+
+# The cut of an array (T, ...).
+_ROWS = ((0, QUERIES),)
+
+
+def _bound(primitive, grid, steps, functions, arrays, cuts, n):
+    arrays = [jnp.asarray(x) for x in arrays]
+    steps = [jnp.asarray(x) for x in steps if x is not None]
+    jaxprs = _jaxprs(functions, [jax.typeof(steps[0]).update(shape=())] * 2, _part_avals(arrays, cuts, grid))
+    out_cuts = (_ROWS,) * (len(jaxprs[0].out_avals) if n is None else n)
+    params = {"grid": grid, "jaxprs": jaxprs, "cuts": cuts, "out_cuts": out_cuts}
+    return primitive.bind(*steps, *arrays, n_steps=len(steps), **params)
+
+
+def _jaxprs(functions, ij, avals):
+    return tuple(jax.make_jaxpr(f)(*ij, *avals) for f in functions)
+
+
+def _part_avals(arrays, cuts, grid):
+    return [grid.aval(jax.typeof(x), c, grid.sizes) for x, c in zip(arrays, cuts, strict=True)]
+
+
+def _run(steps, functions, outs, args, grid, cuts, out_cuts):
+    """`outs` after each step's function(i, j, parts of the outs, parts of the args) has replaced their parts."""
+    rows, *count = steps
+
+    def body(n, outs):
+        i, j, which = rows[n]
+        parts = [grid.part(x, c, (i, j)) for x, c in zip(args, cuts, strict=True)]
+        own = [grid.part(x, c, (i, j)) for x, c in zip(outs, out_cuts, strict=True)]
+        parts = lax.switch(which, functions, i, j, own, parts) if len(functions) > 1 else functions[0](i, j, own, parts)
+        return [grid.replaced(x, part, c, (i, j)) for x, part, c in zip(outs, parts, out_cuts, strict=True)]
+
+    return lax.fori_loop(0, count[0] if count else len(rows), body, outs)
+
+
+def _fold(*operands, grid, jaxprs, cuts, out_cuts, n_steps):
+    n = n_steps + len(out_cuts)
+    functions = [lambda i, j, own, parts, f=f: jaxpr_as_fun(f)(i, j, *own, *parts) for f in jaxprs]
+    steps, state, args = operands[:n_steps], list(operands[n_steps:n]), operands[n:]
+    return _run(steps, functions, state, args, grid, cuts[len(out_cuts) :], out_cuts)
+
+
+def _sum(*operands, grid, jaxprs, cuts, out_cuts, n_steps):
+    def added(jaxpr):
+        f = jaxpr_as_fun(jaxpr)
+        return lambda i, j, own, parts: [x + y for x, y in zip(own, f(i, j, *parts), strict=True)]
+
+    zeros = [_zeros(grid.aval(x, c, grid.lengths)) for x, c in zip(jaxprs[0].out_avals, out_cuts, strict=True)]
+    steps, args = operands[:n_steps], operands[n_steps:]
+    return _run(steps, [added(f) for f in jaxprs], zeros, args, grid, cuts, out_cuts)
+
+
+def _zeros(aval):
+    x, axes = jnp.zeros(aval.shape, aval.dtype), tuple(aval.manual_axis_type.varying)
+    return lax.pcast(x, axes, to="varying") if axes else x
+
+
+def _abstract(*_, grid, jaxprs, out_cuts, **params):
+    return [grid.aval(x, c, grid.lengths) for x, c in zip(jaxprs[0].out_avals, out_cuts, strict=True)]
+
+
+def _shifted(cuts, axes):
+    """The cuts of arrays that got a mapped axis, or None."""
+    return tuple(
+        c if b is None else tuple((axis + (b <= axis), along) for axis, along in c)
+        for c, b in zip(cuts, axes, strict=True)
+    )
+
+
+def _at_front(x, axis, n):
+    return jnp.broadcast_to(x, (n, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+
+
+def _batch(primitive, operands, axes, *, grid, jaxprs, cuts, out_cuts, n_steps):
+    assert all(a is None for a in axes[:n_steps]), "the walk is the same for all that is mapped"
+    args, axes, n = list(operands[n_steps:]), list(axes[n_steps:]), len(out_cuts)
+    if primitive is _folded_p:
+        size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
+        args[:n] = [_at_front(x, a, size) for x, a in zip(args[:n], axes[:n], strict=True)]
+        axes[:n] = [0] * n
+    cuts, out_cuts = _shifted(cuts, axes), _shifted(out_cuts, [0] * n)
+    mapped = [jax.vmap(jaxpr_as_fun(f), (None, None, *axes), 0) for f in jaxprs]
+    jaxprs = _jaxprs(mapped, jaxprs[0].in_avals[:2], _part_avals(args, cuts, grid))
+    params = {"grid": grid, "jaxprs": jaxprs, "cuts": cuts, "out_cuts": out_cuts, "n_steps": n_steps}
+    return primitive.bind(*operands[:n_steps], *args, **params), [0] * n
+
+
+def _jvp(primals, tangents, *, grid, jaxprs, cuts, out_cuts, n_steps):
+    params = {"grid": grid, "out_cuts": out_cuts, "n_steps": n_steps}
+    out = _summed_p.bind(*primals, jaxprs=jaxprs, cuts=cuts, **params)
+    steps, args, tangents = primals[:n_steps], primals[n_steps:], tangents[n_steps:]
+    moves = [not isinstance(d, ad.Zero) for d in tangents]
+
+    def pushed(jaxpr):
+        def of_parts(i, j, *parts):
+            primals, own = parts[: len(args)], [x for x, m in zip(parts, moves, strict=False) if m]
+
+            def of_moving(*own):
+                own = iter(own)
+                return jaxpr_as_fun(jaxpr)(i, j, *(next(own) if m else x for x, m in zip(primals, moves, strict=True)))
+
+            return jax.jvp(of_moving, own, list(parts[len(args) :]))[1]
+
+        return of_parts
+
+    ij, avals = jaxprs[0].in_avals[:2], jaxprs[0].in_avals[2:]
+    d_avals = [a for a, m in zip(avals, moves, strict=True) if m]
+    d_jaxprs = _jaxprs([pushed(f) for f in jaxprs], ij, [*avals, *d_avals])
+    cuts += tuple(c for c, m in zip(cuts, moves, strict=True) if m)
+    moving = [d for d, m in zip(tangents, moves, strict=True) if m]
+    return out, _summed_p.bind(*steps, *args, *moving, jaxprs=d_jaxprs, cuts=cuts, **params)
+
+
+def _transpose(cts, *operands, grid, jaxprs, cuts, out_cuts, n_steps):
+    steps, args = operands[:n_steps], operands[n_steps:]
+    linear = [ad.is_undefined_primal(x) for x in args]
+    ij, avals = jaxprs[0].in_avals[:2], jaxprs[0].in_avals[2:]
+    like = [a for a, m in zip(avals, linear, strict=True) if m]
+    n = len(args) - len(like)
+
+    def pulled(jaxpr):
+        def of_parts(i, j, *parts):
+            def of_linear(*own):
+                known, own = iter(parts[:n]), iter(own)
+                return jaxpr_as_fun(jaxpr)(i, j, *(next(own if m else known) for m in linear))
+
+            return jax.linear_transpose(of_linear, *map(_zeros, like))(list(parts[n:]))
+
+        return of_parts
+
+    shown = [not isinstance(ct, ad.Zero) for ct in cts]
+    wholes = [ct if s else _zeros(ct.aval) for ct, s in zip(cts, shown, strict=True)]
+    known = [a for a, m in zip(avals, linear, strict=True) if not m]
+    ct_jaxprs = _jaxprs([pulled(f) for f in jaxprs], ij, [*known, *jaxprs[0].out_avals])
+    own_cuts = tuple(c for c, m in zip(cuts, linear, strict=True) if not m) + out_cuts
+    of_linear = tuple(c for c, m in zip(cuts, linear, strict=True) if m)
+    operands = *steps, *(x for x, m in zip(args, linear, strict=True) if not m), *wholes
+    params = {"grid": grid, "jaxprs": ct_jaxprs, "cuts": own_cuts, "out_cuts": of_linear, "n_steps": n_steps}
+    out = iter(_summed_p.bind(*operands, **params))
+    return [None] * n_steps + [next(out) if m else None for m in linear]
+
+
+def _primitive(name, run):
+    p = Primitive(name)
+    p.multiple_results = True
+    # Not of `bind`: see `_visible`.
+    p.def_impl(jax.jit(run, static_argnames=("grid", "jaxprs", "cuts", "out_cuts", "n_steps")))
+    p.def_abstract_eval(_abstract)
+    batching.primitive_batchers[p] = functools.partial(_batch, p)
+    mlir.register_lowering(p, mlir.lower_fun(run, multiple_results=True))
+    return p
+
+
+_folded_p, _summed_p = _primitive("folded_over_tiles", _fold), _primitive("summed_over_tiles", _sum)
+ad.primitive_jvps[_summed_p] = _jvp
+ad.primitive_transposes[_summed_p] = _transpose
