@@ -308,6 +308,13 @@ def test_empty_raise_knows_that_no_keys_are_no_keys(S, engine):
     assert attend(np.zeros((0, H)), np.zeros((S, H)), np.zeros((S, D)), empty="raise", **engine).shape == (0, D)
 
 
+@pytest.mark.parametrize("B, N", [(0, 2), (2, 0)], ids=["no batch", "no heads"])
+def test_empty_raise_knows_that_nobody_has_no_empty_row(B, N, engine):
+    for S, mask in ((0, None), (3, np.zeros((1, 1, 1, 1), bool))):
+        query, key, value = np.zeros((B, T, N, H)), np.zeros((B, S, 2, H)), np.zeros((B, S, 2, D))
+        assert attention(query, key, value, mask, empty="raise", **engine).shape == (B, T, N, D)
+
+
 TRACED = {
     "a mask array": lambda m: {"mask": m},
     "a bias of -inf": lambda m: {"bias": jnp.where(m, 0.0, -INF)},
