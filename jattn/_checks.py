@@ -152,7 +152,7 @@ def boolean(who, what, x, hint=""):
 def axis(who, what, x, axis):
     """`axis` of the array `x`, counted from the front."""
     n = np.ndim(x)
-    if not isinstance(axis, int | np.integer):
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
         raise _error(TypeError, who, "axis", "an integer", repr(axis))
     if not -n <= axis < n:
         raise _error(ValueError, who, "axis", f"one of the {n} axes of {what}, which is {tupled(np.shape(x))}", axis)
