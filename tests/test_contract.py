@@ -18,7 +18,7 @@ from conftest import assert_close
 from jax.experimental import checkify
 from jax.test_util import check_grads
 
-from jattn import attend, attention, attention_weights, biases, masks, merge
+from jattn import Cache, attend, attention, attention_weights, biases, cached_attention, masks, merge
 
 NAN, INF = np.nan, np.inf
 T, S, H, D = 5, 7, 3, 2
@@ -1618,6 +1618,20 @@ def test_everything_holds_without_x64(engine):
         assert {x.dtype.name for x in gradient} == {"float32"}
         bits = dropped(**engine)
     np.testing.assert_array_equal(bits, dropped(**engine))
+
+
+def test_without_x64_numpy_float64_meets_float32(engine):
+    args = one_head()
+    with jax.enable_x64(False):
+        query, key, value = one_head()
+        out, stats = attend(query, jnp.asarray(key), jnp.asarray(value), return_stats=True, **engine)
+        assert out.dtype == jnp.float32
+        merged, _ = merge([out, np.asarray(out, np.float64)], [stats.lse, np.asarray(stats.lse, np.float64)])
+        cache = Cache.create(T, 1, H, D)
+        tokens = query[:, None], query[:, None], value[:T, None]
+        assert cached_attention(*tokens, cache, **engine)[0].dtype == jnp.float32
+    assert_close(out, reference.attend(*args).out, "float32")
+    assert_close(merged, reference.attend(*args).out, "float32")
 
 
 # Weights

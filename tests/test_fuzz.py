@@ -825,7 +825,7 @@ def close(got, want, wrong, dtype, what):
     assert got.shape == want.shape, what
     # A number near the largest of a dtype may round to infinity.
     largest = {"float64": 1e300, "float32": 1e37, "bfloat16": 1e37, "float16": 3e4}[str(np.dtype(dtype))]
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         beyond = np.isfinite(want) & (np.abs(want) + np.broadcast_to(wrong, want.shape) > largest)
         finite = np.isfinite(want) & ~beyond
         same = np.where(finite, np.abs(got - want) <= wrong, beyond | (got == want) | (np.isnan(got) & np.isnan(want)))
