@@ -121,6 +121,8 @@ def rule(c, array, left):
     return by[kind]()
 
 
+# One takes seconds.
+@settings(max_examples=max(8, settings().max_examples // 4))
 @given(caches())
 def test_any_steps_of_a_cache_are_attention_to_what_it_holds(case):
     c = case
