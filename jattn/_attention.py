@@ -459,7 +459,8 @@ class Call:
     def run(self, engine, empty, head_axis=1, block=None):
         _checks.choice(self.who, "empty", empty, ("zero", "raise"))
         refused = None
-        if empty == "raise":
+        # What empty rows are asked of may say nothing of batches and heads: without any, there is no row.
+        if empty == "raise" and 0 not in (*self.sizes["B"], self.sizes["N"]):
             sources = ("mask", "there", "bias", "query_positions", "key_positions")
             seen = {what: x for what, x in self.args.items() if what in sources}
             if _checks.known(seen):

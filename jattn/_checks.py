@@ -99,10 +99,15 @@ def floating(who, what, x, hint=""):
     return x
 
 
+def dtype(x):
+    """The dtype that JAX gives the array `x`: without x64, NumPy's float64 is float32."""
+    return jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype == np.float64 else x.dtype
+
+
 def one_floating_dtype(who, **arrays):
     """`arrays`, by name, as arrays that share one floating dtype."""
     arrays = {what: array(who, what, x) for what, x in arrays.items()}
-    dtypes = [str(x.dtype) for x in arrays.values()]
+    dtypes = [str(dtype(x)) for x in arrays.values()]
     if len(set(dtypes)) > 1:
         names = " and ".join(", ".join(arrays).rsplit(", ", 1))
         raise TypeError(f"{who}: {names} must share one floating dtype, got {', '.join(dtypes)}.")
@@ -152,7 +157,7 @@ def boolean(who, what, x, hint=""):
 def axis(who, what, x, axis):
     """`axis` of the array `x`, counted from the front."""
     n = np.ndim(x)
-    if not isinstance(axis, int | np.integer):
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
         raise _error(TypeError, who, "axis", "an integer", repr(axis))
     if not -n <= axis < n:
         raise _error(ValueError, who, "axis", f"one of the {n} axes of {what}, which is {tupled(np.shape(x))}", axis)

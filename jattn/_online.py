@@ -98,8 +98,9 @@ def _stacked(what, parts):
         like = {str(n): n for n in parts[0].shape}
         axes = [str(n) for n in parts[0].shape]
         _checks.shape("merge", f"{what}[{i}]", x, axes, like, hint="All parts have one shape.")
-        if x.dtype != parts[0].dtype:
-            raise TypeError(f"merge: {what} must share one dtype, got {parts[0].dtype} and {x.dtype}.")
+        one, other = _checks.dtype(parts[0]), _checks.dtype(x)
+        if one != other:
+            raise TypeError(f"merge: {what} must share one dtype, got {one} and {other}.")
     return jnp.stack(parts)
 
 

@@ -18,7 +18,7 @@ from conftest import assert_close
 from jax.experimental import checkify
 from jax.test_util import check_grads
 
-from jattn import attend, attention, attention_weights, biases, masks, merge
+from jattn import Cache, attend, attention, attention_weights, biases, cached_attention, masks, merge
 
 NAN, INF = np.nan, np.inf
 T, S, H, D = 5, 7, 3, 2
@@ -306,6 +306,13 @@ def test_empty_raise_knows_that_no_keys_are_no_keys(S, engine):
     with pytest.raises(ValueError, match="^attend: a query has no key"):
         attend(np.zeros((T, H)), np.zeros((S, H)), np.zeros((S, D)), empty="raise", **engine)
     assert attend(np.zeros((0, H)), np.zeros((S, H)), np.zeros((S, D)), empty="raise", **engine).shape == (0, D)
+
+
+@pytest.mark.parametrize("B, N", [(0, 2), (2, 0)], ids=["no batch", "no heads"])
+def test_empty_raise_knows_that_nobody_has_no_empty_row(B, N, engine):
+    for S, mask in ((0, None), (3, np.zeros((1, 1, 1, 1), bool))):
+        query, key, value = np.zeros((B, T, N, H)), np.zeros((B, S, 2, H)), np.zeros((B, S, 2, D))
+        assert attention(query, key, value, mask, empty="raise", **engine).shape == (B, T, N, D)
 
 
 TRACED = {
@@ -1607,6 +1614,20 @@ def test_everything_holds_without_x64(engine):
         assert {x.dtype.name for x in gradient} == {"float32"}
         bits = dropped(**engine)
     np.testing.assert_array_equal(bits, dropped(**engine))
+
+
+def test_without_x64_numpy_float64_meets_float32(engine):
+    args = one_head()
+    with jax.enable_x64(False):
+        query, key, value = one_head()
+        out, stats = attend(query, jnp.asarray(key), jnp.asarray(value), return_stats=True, **engine)
+        assert out.dtype == jnp.float32
+        merged, _ = merge([out, np.asarray(out, np.float64)], [stats.lse, np.asarray(stats.lse, np.float64)])
+        cache = Cache.create(T, 1, H, D)
+        tokens = query[:, None], query[:, None], value[:T, None]
+        assert cached_attention(*tokens, cache, **engine)[0].dtype == jnp.float32
+    assert_close(out, reference.attend(*args).out, "float32")
+    assert_close(merged, reference.attend(*args).out, "float32")
 
 
 # Weights

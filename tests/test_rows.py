@@ -819,6 +819,7 @@ ERRORS = {
         lambda f: f(jnp.zeros(())), ValueError, "axis must be one of the 0 axes of x, which is (), got -1."
     ),
     "two axes": (lambda f: f(jnp.zeros((2, 3)), (0, 1)), TypeError, "axis must be an integer, got (0, 1)."),
+    "a flag": (lambda f: f(jnp.zeros((2, 3)), True), TypeError, "axis must be an integer, got True."),
 }
 MASK_ERRORS = {
     "a mask of 0 and 1": (
