@@ -232,6 +232,7 @@ def attend_as(
     """
     call = Call(who, heads)
     call.arrays(query=query, key=key, value=value)
+    return_stats = _checks.flag(who, "return_stats", return_stats)
     if method == "cudnn":
         others = {"bias": bias, "softcap": softcap, "sink": sink, "query_positions": query_positions,
                   "key_positions": key_positions, "block_size": block_size, "a cache": there}  # fmt: skip
@@ -347,6 +348,12 @@ class Call:
             own = getattr(module, getattr(x, "__name__", ""), None) is x
             hint = f"Call it: {module.__name__}.{x.__name__}(...)." if own else f"Pass {module.__name__}.rule(fn)."
             raise TypeError(f"{self.who}: {what} must be a rule or an array, got a function. {hint}")
+        elif isinstance(x, str):
+            hint = f" Pass {module.__name__}.{x}(...)." if x in module.__all__ else ""
+            raise TypeError(f"{self.who}: {what} must be a rule or an array, got {x!r}.{hint}")
+        elif isinstance(x, list | tuple) and any(isinstance(rule, _rules.Rule) for rule in x):
+            hint = "Combine masks with &, | and ~." if what == "mask" else "A sum of them is one biases.rule."
+            raise TypeError(f"{self.who}: {what} must be one rule, got a {type(x).__name__} of them. {hint}")
         else:
             rule = module.array(self._array(what, x))
         self.args[what] = rule
@@ -360,8 +367,11 @@ class Call:
         full, hint = self._axes("*B?", "N?", "T?", "S?"), ""
         if what == "mask":
             x = _checks.boolean(self.who, what, x, masks.NOT_BOOLEAN)
-            if self.heads and x.ndim != len(_checks.expand(full, self.sizes)):
+            if x.ndim == 0:
+                hint = "For a causal mask pass masks.causal()."
+            elif self.heads and x.ndim != len(_checks.expand(full, self.sizes)):
                 hint = "For a [B, S] padding mask pass mask[:, None, None, :] or masks.lengths(key=...)."
+            _checks.not_inverted(self.who, what, x)
         else:
             x = _checks.floating(self.who, what, x, biases.NOT_FLOATING)
             _checks.no_mask(self.who, what, x)
@@ -385,7 +395,10 @@ class Call:
                 continue
             x = _checks.number(self.who, what, x).astype(_visible.wide(jnp.result_type(self.args["query"])))
             _checks.shape(self.who, what, x, axes, self.sizes)
-            self.add(what, _checks.positive(self.who, what, x) if what == "softcap" else x, axes)
+            if what == "softcap":
+                cap = "finite and > 0", "Pass None for no softcap."
+                x = _checks.valid(self.who, what, x, lambda x: (x > 0) & (x < np.inf), *cap)
+            self.add(what, x, axes)
 
     def positions(self, **positions):
         for what, x in positions.items():
@@ -397,22 +410,21 @@ class Call:
             self.add(what, x, axes)
 
     def dropout(self, rate, rng):
-        if _checks.known(rate):
-            # NumPy, because inside a jit jnp makes tracers, of constants too.
-            now = np.asarray(rate)
-            if now.dtype == np.bool_ or now.ndim or not 0 <= now <= 1:
-                raise ValueError(f"{self.who}: dropout_rate must be a number in [0, 1], got {rate}.")
-            if now == 0:
-                return
+        rate = _checks.number(self.who, "dropout_rate", rate)
+        _checks.shape(self.who, "dropout_rate", rate, (), self.sizes)
+        rate = rate.astype(_visible.wide(jnp.result_type(self.args["query"])))
+        rate = _checks.valid(self.who, "dropout_rate", rate, lambda x: (x >= 0) & (x <= 1), "a number in [0, 1]")
+        if _checks.known(rate) and rate == 0:
+            return
         if rng is None:
-            raise ValueError(f"{self.who}: dropout_rng must be a random key, got None with dropout_rate {rate}.")
+            on = f"dropout_rate {rate}" if _checks.known(rate) else "a traced dropout_rate"
+            raise ValueError(f"{self.who}: dropout_rng must be a random key, got None with {on}.")
         words = _dropout.words(self.who, rng)
         if self.heads:
             heads = (*self.sizes["B"], self.sizes["N"])
             words = _dropout.folded(words, math.prod(heads)).reshape(*heads, 2)
         self.add("words", words, (*self._axes("*B", "N"), "words"))
-        rate = _checks.number(self.who, "dropout_rate", rate)
-        self.add("rate", rate.astype(_visible.wide(jnp.result_type(self.args["query"]))), ())
+        self.add("rate", rate, ())
 
     def rows(self, rows):
         if rows is None:

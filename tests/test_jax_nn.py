@@ -447,7 +447,7 @@ ERRORS = {
     "a rule": (
         lambda q, k, v: {"mask": masks.causal()},
         TypeError,
-        "mask must be an array, got Mask.",
+        "mask must be an array, got causal(offset=0). jattn.attention takes rules.",
     ),
     "a padding mask of rank 2": (
         lambda q, k, v: {"mask": np.ones((B, S), bool)},
