@@ -232,12 +232,13 @@ def attend_as(
     """
     call = Call(who, heads)
     call.arrays(query=query, key=key, value=value)
+    _checks.choice(who, "method", method, ("auto", "dense", "blockwise", "cudnn"))
     return_stats = _checks.flag(who, "return_stats", return_stats)
     if method == "cudnn":
         others = {"bias": bias, "softcap": softcap, "sink": sink, "query_positions": query_positions,
                   "key_positions": key_positions, "block_size": block_size, "a cache": there}  # fmt: skip
         given = [what for what, x in others.items() if x is not None]
-        given += ["dropout"] * (not (_checks.known(dropout_rate) and dropout_rate == 0)) + ["statistics"] * return_stats
+        given += ["dropout"] * (not _checks.zero(dropout_rate)) + ["statistics"] * return_stats
         return call.cudnn(mask, scale, given, empty)
     call.sources(mask, bias, there)
     call.numbers(scale, softcap, sink)
@@ -414,10 +415,10 @@ class Call:
         _checks.shape(self.who, "dropout_rate", rate, (), self.sizes)
         rate = rate.astype(_visible.wide(jnp.result_type(self.args["query"])))
         rate = _checks.valid(self.who, "dropout_rate", rate, lambda x: (x >= 0) & (x <= 1), "a number in [0, 1]")
-        if _checks.known(rate) and rate == 0:
+        if _checks.zero(rate):
             return
         if rng is None:
-            on = f"dropout_rate {rate}" if _checks.known(rate) else "a traced dropout_rate"
+            on = f"dropout_rate {rate!s}" if _checks.known(rate) else "a traced dropout_rate"
             raise ValueError(f"{self.who}: dropout_rng must be a random key, got None with {on}.")
         words = _dropout.words(self.who, rng)
         if self.heads:
@@ -440,7 +441,6 @@ class Call:
         """The size of tiles (queries, keys), or None for all at once."""
         T, S = self.sizes["T"], self.sizes["S"]
         who = self.who
-        _checks.choice(who, "method", method, ("auto", "dense", "blockwise", "cudnn"))
         if block_size is not None:
             if method != "blockwise":
                 raise ValueError(f"{who}: block_size is for method='blockwise', got {block_size} with {method!r}.")

@@ -77,24 +77,26 @@ def rank(who, what, x, axes, *, at_least=False, hint=""):
 
 def array(who, what, x, must="an array") -> Any:
     """`x` as an array. NumPy arrays, lists and numbers become NumPy's, so that their values are known while tracing."""
-    if _is_array(x):
+    if isinstance(x, jax.Array):
         return x
     if hasattr(x, "__jax_array__"):
         return jnp.asarray(x)
+    own = isinstance(x, np.ndarray | np.generic)
     try:
-        out = np.asarray(x)
-        if out.dtype.kind in "OUS":
+        out = x if own else np.asarray(x)
+        # Objects, texts, dates and numbers of more than 64 bits: JAX has none.
+        if out.dtype.char in "OUSMmgG":
             raise TypeError
-        return out.astype(jax.dtypes.canonicalize_dtype(out.dtype))
     except (TypeError, ValueError, RuntimeError):
         # Other libraries' arrays raise what they like.
-        raise _error(TypeError, who, what, must, type(x).__name__) from None
+        raise _error(TypeError, who, what, must, f"one of {x.dtype}" if own else type(x).__name__) from None
+    return out if own else out.astype(jax.dtypes.canonicalize_dtype(out.dtype))
 
 
 def floating(who, what, x, hint=""):
-    """`x` as an array of a floating dtype of 16 to 64 bits."""
+    """`x` as an array of a floating dtype of 16 bits or more."""
     x = array(who, what, x)
-    if not jnp.issubdtype(x.dtype, jnp.floating) or not 2 <= x.dtype.itemsize <= 8:
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise _error(TypeError, who, what, "floating", x.dtype, hint)
     return x
 
@@ -178,12 +180,9 @@ def choice(who, what, x, options):
 def flag(who, what, x):
     """`x`, True or False."""
     if not isinstance(x, bool | np.bool_):
-        raise _error(TypeError, who, what, "True or False", f"{x.dtype}{tupled(x.shape)}" if _is_array(x) else repr(x))
+        got = f"{x.dtype}{tupled(x.shape)}" if isinstance(x, jax.Array | np.ndarray) else repr(x)
+        raise _error(TypeError, who, what, "True or False", got)
     return bool(x)
-
-
-def _is_array(x):
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
 def options(who, options, function, but=()):
@@ -237,6 +236,11 @@ def size(who, what, x, at_least):
         raise _error(ValueError, who, what, f"an int >= {at_least}", repr(x) if known(x) else "a traced array")
 
 
+def zero(x):
+    """Whether `x` is known to be 0."""
+    return known(x) and np.ndim(x) == 0 and x == 0
+
+
 def known(*trees):
     """Whether every array in `trees` has a value now, not only once the program runs."""
     return not any(isinstance(x, Tracer) for x in jax.tree.leaves(trees))
@@ -263,7 +267,7 @@ def valid(who, what, x, holds, must, hint=""):
         # NumPy, because inside a jit jnp makes tracers, of constants too.
         now = np.asarray(x)
         if not holds(now):
-            raise _error(ValueError, who, what, must, now, hint)
+            raise _error(ValueError, who, what, must, str(x), hint)
         return x
     return jnp.where(debug_check(holds(x), f"{who}: {what} must be {must}."), x, jnp.nan)
 

@@ -111,6 +111,7 @@ CACHED = WORDS | {
     "of": " B, K, H and D are those of the cache.",
 }
 PROJECTED = WORDS | {
+    "query": "(*B, T, F)",
     "first": "x",
     "arrays": "x, params.query, params.key, params.value and params.out",
     "others": ", float32" * 4,
@@ -226,9 +227,7 @@ def resized(what, axis, n):
 
 def retyped(dtype):
     """All floating arrays of a call, of another dtype."""
-    # JAX has no arrays of some of NumPy's dtypes.
-    make = np.asarray if dtype == np.longdouble else jnp.asarray
-    cast = lambda x: make(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
     return lambda form: jax.tree.map(cast, form.good)
 
 
@@ -286,7 +285,12 @@ MISUSES = {
         "value must be {value}, got {got}.{of}",
     ),
     "batches differ": (WITH_HEADS, resized("key", 0, 3), ValueError, "key must be {key}, got {got}.{of}"),
-    "a batch of 1 is not broadcast": (WITH_HEADS, resized("key", 0, 1), ValueError, "key must be {key}, got {got}.{of}"),
+    "a batch of 1 is not broadcast": (
+        WITH_HEADS,
+        resized("key", 0, 1),
+        ValueError,
+        "key must be {key}, got {got}.{of}",
+    ),
     "a missing batch is not broadcast": (
         WITH_HEADS,
         lambda form: {"key": floats(*form.good["key"].shape[1:])},
@@ -299,7 +303,12 @@ MISUSES = {
         ValueError,
         "H must be at least 1, got query {got}.",
     ),
-    "N is not a multiple of K": (WITH_HEADS, resized("query", -2, 5), ValueError, f"N = 5 {NO_GROUPS} 2 key/value heads."),
+    "N is not a multiple of K": (
+        WITH_HEADS,
+        resized("query", -2, 5),
+        ValueError,
+        f"N = 5 {NO_GROUPS} 2 key/value heads.",
+    ),
     "N is less than K": (WITH_HEADS, resized("query", -2, 1), ValueError, f"N = 1 {NO_GROUPS} 2 key/value heads."),
     "a layer whose N is not a multiple of K": (
         ("multihead", "multihead with a cache"),
@@ -327,8 +336,15 @@ MISUSES = {
             TypeError,
             f"{{first}} must be floating, got {np.dtype(dtype)}.",
         )
-        for dtype in (np.int32, np.uint8, np.bool_, np.complex64, np.longdouble, jnp.float8_e4m3fn)
+        for dtype in (np.int32, np.uint8, np.complex64, jnp.float8_e4m3fn)
     },
+    "arrays of booleans": (("attend", *FREE), retyped(np.bool_), TypeError, "query must be floating, got bool."),
+    "arrays that JAX does not have": (
+        FORMS,
+        lambda form: {form.words["first"]: np.zeros((B, T, N, H), object)},
+        TypeError,
+        "{first} must be an array, got one of object.",
+    ),
     "one dtype is another": (
         STRICT,
         lambda form: {form.words["first"]: form.good[form.words["first"]].astype(np.float16)},
@@ -343,7 +359,7 @@ MISUSES = {
     ),
     "a text for an array": (FORMS, first("query"), TypeError, "{first} must be an array, got str."),
     "None for an array": (FORMS, first(None), TypeError, "{first} must be an array, got NoneType."),
-    "a dict for an array": (FORMS, first({}), TypeError, "{first} must be an array, got dict."),
+    "a dict for an array": (FORMS, first({"heads": 8}), TypeError, "{first} must be an array, got dict."),
     "a ragged list": (FORMS, first([[1.0], [1.0, 2.0]]), TypeError, "{first} must be an array, got list."),
     "a list of integers": (
         STRICT,
@@ -807,7 +823,7 @@ def test_what_is_changed_is_all_that_is_wrong(form, way):
 @pytest.mark.parametrize("form, change, kind, text", CELLS.values(), ids=CELLS)
 def test_a_misuse_is_named(form, change, kind, text, way):
     changed = change(form)
-    *_, got = (getattr(x, "shape", ()) for x in jax.tree.leaves(next(iter(changed.values())), lambda x: x is None))
+    *_, got = [(), *(getattr(x, "shape", ()) for x in jax.tree.leaves(next(iter(changed.values()))))]
     with pytest.raises(kind) as e:
         way(form, form.good | changed)
     assert str(e.value) == f"{form.who}: {text.format(got=got, **form.words)}"
@@ -1075,7 +1091,9 @@ ELSEWHERE = ("is_causal", "attn_mask", "dropout_p", "key_padding_mask", "enable_
 def test_an_option_of_another_library_is_refused_by_name(form, name):
     """By Python, where a signature has all options: editors and type checkers read it too."""
     if name not in form.takes:
-        with pytest.raises(TypeError, match=f"(unexpected keyword argument '{name}'|: '{name}' is no option. There are )"):
+        with pytest.raises(
+            TypeError, match=f"(unexpected keyword argument '{name}'|: '{name}' is no option. There are )"
+        ):
             form.call(**form.good, **{name: None})
 
 
@@ -1153,7 +1171,9 @@ def test_an_inverted_causal_mask_is_warned_about_at_the_caller(form):
     assert warned(of_8(form), mask=LATER[(None,) * len(form.lead)]) == [f"{form.who}: {text}"]
 
 
-@pytest.mark.parametrize("mask", [~LATER, LATER.T, LATER | np.eye(8, dtype=bool), LATER[:7], LATER[:7, :7], LATER & False])
+@pytest.mark.parametrize(
+    "mask", [~LATER, LATER.T, LATER | np.eye(8, dtype=bool), LATER[:7], LATER[:7, :7], LATER & False]
+)
 def test_another_mask_is_not_warned_about(mask):
     T, S = mask.shape
     attend(floats(T, H), floats(S, H), floats(S, D), mask)

@@ -113,7 +113,7 @@ def flax_attention_fn(**options):
         mask = functools.reduce(operator.and_, rules) if rules else None
 
         dropout = {}
-        if not deterministic and not (_checks.known(dropout_rate) and dropout_rate == 0):
+        if not deterministic and not _checks.zero(dropout_rate):
             if broadcast_dropout:
                 hint = "jattn drops each weight by itself: pass broadcast_dropout=False to the layer."
                 raise ValueError(f"{_WHO}: broadcast_dropout must be False, got True with rate {dropout_rate}. {hint}")

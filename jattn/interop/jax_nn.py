@@ -78,7 +78,6 @@ def dot_product_attention(
         # One sequence may be written with or without its B, by each array for itself.
         arrays[what] = _lifted(what, arrays[what], axes, sizes, at_least=3 if sizes.get("B", 1) == 1 else 4)
         sizes |= dict(zip(axes, arrays[what].shape, strict=True))
-    _checks.heads(_WHO, arrays["query"], sizes)
 
     if bias is not None:
         bias = _logits_like("bias", _checks.floating(_WHO, "bias", bias, biases.NOT_FLOATING), sizes)
