@@ -59,7 +59,8 @@ def attend(
         query: (T, H), floating.
         key: (S, H), the dtype of `query`.
         value: (S, D), the dtype of `query`.
-        mask: a rule from `jattn.masks`, or bool (T, S) with either axis 1; True = may attend. None: all may.
+        mask: a rule from `jattn.masks`, or bool (T, S) with either axis 1; True = may attend. None: all may. An array
+            that is the inverse of a causal one is warned about.
         bias: a rule from `jattn.biases`, or floating (T, S) with either axis 1, in nats. Where it is -inf, no key
             is visible. One of 0 and 1 alone, which most likely was meant as a mask, is warned about.
         scale: multiplies query·key, 1/sqrt(H) if None. A scalar, may be traced.
@@ -124,7 +125,8 @@ def attention(
 ):
     """Attention with heads and batches: `attend`, mapped.
 
-    Query head n reads key/value head n // G, with G = N // K. Axes: B batch, any number of axes, T queries, S keys,
+    Query head n reads key/value head n // G, with G = N // K. More than 256 heads, and more than there are tokens, are
+    warned about: most likely T and N are swapped. Axes: B batch, any number of axes, T queries, S keys,
     N query heads, K key/value heads, H features of a query or key, D features of a value.
 
     Args:

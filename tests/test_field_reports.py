@@ -2110,8 +2110,8 @@ def _of_one_head(method, options):
 
     def f(args, mask):
         query, key, value, bias, *rest = args
-        options_ = dict(zip(options, rest, strict=True))
-        out, stats = attend(query, key, value, mask, bias, **options_, **how, return_stats=True)
+        given = how | dict(zip(options, rest, strict=True))
+        out, stats = attend(query, key, value, mask, bias, return_stats=True, **given)
         return jnp.where(jnp.isfinite(stats.lse), (out**2).sum(1) + stats.lse, 0).sum(), (out, stats)
 
     return jax.jit(jax.value_and_grad(f, has_aux=True))

@@ -450,7 +450,7 @@ INITS = {
         (12, 4),
         {"rng": None},
         TypeError,
-        "rng must be an array, got NoneType.",
+        "rng must be a random key, from jax.random.key, got NoneType.",
     ),
     "a number for a random key": (
         (12, 4),
