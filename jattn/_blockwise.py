@@ -151,7 +151,7 @@ def _sums(static, floats, others):
     rows = _tile.rows(x, state.largest, ties, state.alive)
     # Not a constant: under `vmap` it must be mapped as its tangent is.
     sums = _tile.Sums(state.acc, state.total, state.moment, None if ties is None else ties - ties)
-    return sums, rows._replace(alive=rows.alive.astype(sums.total.dtype))
+    return sums, rows._replace(alive=rows.alive.astype(sums.total.dtype), total=_tile.total(x, rows, sums.total))
 
 
 def _absorbed(static, state, x):
