@@ -230,12 +230,15 @@ def curves(lines, *, names=None, dashed="", axis="T = S"):
         axes.set_xticks(sorted(ticks), labels)
         # Numbers stand upright where there is no room for them beside each other.
         steps = np.diff(np.log(sorted(ticks)))
-        narrow = 3.5 * np.min(steps, initial=1) / max(np.sum(steps), 1) < 0.08 * max(map(len, labels))
-        axes.tick_params("x", rotation=90 if narrow else 0)
+        closest = 3.5 * np.min(steps / np.sum(steps), initial=1)
+        axes.tick_params("x", rotation=90 if closest < 0.08 * max(map(len, labels)) else 0)
         axes.set_xticks([], minor=True)
         axes.tick_params(which="both", colors=GREY)
         axes.grid(color=GREY, alpha=0.25, linewidth=0.5)
-        axes.legend(frameon=False, title=f"dashed: {dashed}" if dashed else None)
+        # Many names leave less room for lines.
+        size = "small" if len(found) > 4 else "medium"
+        title = f"dashed: {dashed}" if dashed else None
+        axes.legend(frameon=False, title=title, fontsize=size, title_fontsize=size)
     return _laid_out(figure)
 
 

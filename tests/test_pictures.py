@@ -112,7 +112,7 @@ def test_a_curve_keeps_its_colour_whoever_is_missing():
 
 
 def test_numbers_below_a_curve_stand_upright_where_they_are_close():
-    wide, narrow = ([(x, 1.0) for x in of] for of in ((1e-3, 1.0, 1e3), (1e-30, 1e-3, 1.0, 1e30)))
+    wide, narrow = ([(x, 1.0) for x in of] for of in ((16, 128, 1024, 1e4, 1e5), (1e-30, 1e-3, 1.0, 1e30)))
     figure = pictures.curves({"units": {"a": wide}, "more units": {"a": narrow}}, axis="size of the logits")
     assert [axes.get_xlabel() for axes in figure.axes] == 2 * ["size of the logits"]
     assert [axes.get_xticklabels()[0].get_rotation() for axes in figure.axes] == [0, 90]

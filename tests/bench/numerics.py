@@ -3,14 +3,17 @@
 Every contender gets the same numbers, which its dtype holds exactly, and is compared with mpmath on float64's, with
 80-bit arithmetic on the others and where there are millions of products. A cell is the largest error of its case, in
 units of the last place: of the largest number of a row, for rows; of the sum of the sizes of what is summed, for
-attention, where terms cancel. Peers run as they do in `peers.py`. It takes five minutes.
+attention, where terms cancel. Peers run as they do in `peers.py`. It takes ten minutes.
 
 What the tables show, and why. Rounding a logit of size L changes a weight by L units: from 1e3 on this is the error of
 every contender. jax.nn takes float64's softmax in float32. Of bfloat16, weights and what flows back are rounded to meet
 the inputs in products, as in torch and jax.nn, because machines that have such products have them many times faster;
-tokamax multiplies in float32 here, and is up to twice as exact. Where one key has all the weight, what flows back to
-the logits is a difference of equal numbers: half a unit here and in torch, which take it from the output, and 0 in
-jax.nn, which takes it from the weights.
+tokamax multiplies in float32 here, and is up to twice as exact. A product of 4 queries and a tile of keys, inside a
+loop, adds its 64 terms in another order than one outside: XLA:CPU makes its logits a third less exact (1.2 units
+against 0.9, root mean square), which the sums of few queries, d key and d value, show; those of 128 queries do not.
+Where one key has all the weight, what flows back to the logits is a difference of equal numbers: half a unit here and
+in torch, which take it from the output, and 0 in jax.nn, which takes it from the weights. XLA makes 0 of numbers below
+the normal ones, and torch does not: of an entropy as small as that, the sum of many such, a few units are lost.
 """
 
 import functools
@@ -82,14 +85,15 @@ def exact_attention(query, key, value):
     sizes = V.sum(-1)[:, None]
     terms = np.longdouble(scale) * P * (sizes + (P * sizes).sum(-1, keepdims=True))
     d_value = np.broadcast_to(p.sum(1)[..., None], v.shape)
-    moment = (p * (logits - peak)).sum(-1, keepdims=True)
+    entropy = log(total) - (p * (logits - peak)).sum(-1, keepdims=True)
     return {
         "out": (p @ v, P @ V),
         "d query": (d_logits @ k, terms @ K),
         "d key": (d_logits.mT @ q, terms.mT @ Q),
         "d value": (d_value, d_value),
         "lse": (peak + log(total), np.abs(peak) + log(total)),
-        "entropy": (log(total) - moment, log(total) - moment),
+        # The largest number of a total is 1.
+        "entropy": (entropy, np.maximum(entropy, 1)),
     }
 
 
@@ -186,7 +190,7 @@ def line(name, names, errors):
     print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-def asked(contenders, name):
+def asked(contenders, dtype):
     """What each of {contender: function} gives; one that cannot says why."""
     found = {}
     for who, f in contenders.items():
@@ -194,8 +198,14 @@ def asked(contenders, name):
             found[who] = f()
         # jax.nn on a CPU has no float16.
         except (ValueError, peers.Missing) as why:
-            print(f"no {who} for {name}: {why}", file=sys.stderr)
+            said(f"no {who} of {dtype}: {why}")
     return found
+
+
+@functools.cache
+def said(line):
+    """Says it once."""
+    print(line, file=sys.stderr)
 
 
 def scales(dtype):
@@ -214,7 +224,7 @@ def rows(S=1000, many=64, dtypes=DTYPES):
             contenders = {who: functools.partial(f, x, weights) for who, f in here.items()}
             for who in names[len(here) :]:
                 contenders[who] = functools.partial(rows_elsewhere, who, x, weights, dtype)
-            found = asked(contenders, f"{dtype}, scale {scale:g}")
+            found = asked(contenders, dtype)
             for what, want in exact_rows(x, weights).items():
                 errors = {who: units(of[what], want, dtype) for who, of in found.items()}
                 line(f"{dtype}, {what}, scale {scale:g}", names, errors)
@@ -224,7 +234,7 @@ def compared(name, x, dtype):
     """The errors of all contenders: {result: {contender: units}}."""
     contenders = {who: functools.partial(f, *x) for who, f in HERE.items()}
     contenders |= {who: functools.partial(attention_elsewhere, who, x, dtype) for who in WORKERS}
-    found = asked(contenders, name)
+    found = asked(contenders, dtype)
     errors = {}
     for what, (want, sizes) in exact_attention(*(y[0] for y in x)).items():
         by_head = {who: np.asarray(of[what][0]).swapaxes(0, 1) for who, of in found.items() if what in of}
