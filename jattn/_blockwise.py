@@ -122,7 +122,7 @@ def _sums(static, leaves):
     """Sums of all keys, and Rows, `alive` as a number, of Inputs that are alike varying over the mesh."""
     jaxpr = jax.make_jaxpr(functools.partial(_found, static))(*leaves)
     n = 1 if static.stats else None
-    tree = jax.tree.structure((_tile.Sums(1, 1, n, n), _tile.Rows(1, 1, n, 1, 1)))
+    tree = jax.tree.structure((_tile.Sums(1, 1, n, n), _tile.Rows(1, 1, n, 1, 1, 1)))
     return tree.unflatten(_sums_p.bind(*leaves, static=static, jaxpr=jaxpr, levels=()))
 
 
@@ -142,7 +142,8 @@ def _found(static, *leaves):
     ties = None if state.ties is None else jnp.maximum(state.ties, 1)
     rows = _tile.rows(x, state.largest, ties, state.alive)
     sums = _tile.Sums(state.acc, state.total, state.moment, None if ties is None else ties - ties)
-    return jax.tree.leaves((sums, rows._replace(alive=rows.alive.astype(sums.total.dtype))))
+    rows = rows._replace(alive=rows.alive.astype(sums.total.dtype), total=_tile.total(x, rows, sums.total))
+    return jax.tree.leaves((sums, rows))
 
 
 def _absorbed(static, state, x):
@@ -165,7 +166,7 @@ def _jvp(primals, tangents, *, static, jaxpr, levels):
     out = _sums_p.bind(*primals, static=static, jaxpr=jaxpr, levels=levels)
     moves = [not isinstance(d, ad.Zero) for d in tangents]
     moving = [d for d, m in zip(tangents, moves, strict=True) if m]
-    n_rows = 5 if static.stats else 4
+    n_rows = 6 if static.stats else 5
     pushed = functools.partial(_pushed, static, _parted(moves, static.floating)[0])
     for axes in levels:
         pushed = jax.vmap(pushed, (axes, 0, tuple(a for a, m in zip(axes, moves, strict=True) if m)))
@@ -209,13 +210,13 @@ def _d_sums(static, moves, floats, others, rows, moving):
     def tangent(kind, i, j, *parts):
         parts = iter(parts)
         leaves = [next(parts) for _ in flags]
-        peak, largest, *ties, alive, sound = (next(parts) for _ in rows)
+        peak, largest, *ties, alive, sound, total = (next(parts) for _ in rows)
         pairs = _plan.pairs(tree.unflatten(leaves), plan, i, j, kind)
 
         def sums(own):
             own = iter(own)
             x = _tile.cut(tree.unflatten([next(own) if m else y for y, m in zip(leaves, flags, strict=True)]), pairs)
-            found = _tile.Rows(peak, largest, ties[0] if ties else None, alive, sound)
+            found = _tile.Rows(peak, largest, ties[0] if ties else None, alive, sound, total)
             return _tile.sums(x, pairs, _tile.visible_pairs(x, pairs), found, static.stats)
 
         own = [y for y, m in zip(leaves, flags, strict=True) if m]

@@ -179,8 +179,8 @@ def entropy(entropies):
 
 
 @_styled
-def curves(lines, *, names=None, dashed=""):
-    """Measurements as sequences grow, both axes logarithmic: a panel each for time, memory, ...
+def curves(lines, *, names=None, dashed="", axis="T = S"):
+    """Measurements as sequences, or something else, grow, both axes logarithmic: a panel each for time, memory, ...
 
     Args:
         lines: {title of a panel: {name: [(T, number), ...]}}. A name may be a pair (name, bool): where True, the line
@@ -188,6 +188,7 @@ def curves(lines, *, names=None, dashed=""):
         names: all names, in the order in which they take colours, that of `lines` if None. With it, a name keeps its
             colour where another one is missing.
         dashed: what dashed lines are, said in the legend.
+        axis: what T is, said below each panel.
 
     Returns:
         A matplotlib `Figure`.
@@ -224,12 +225,20 @@ def curves(lines, *, names=None, dashed=""):
             style = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.2}
             axes.plot(*x.T, "--" if is_dashed else "-", label="" if is_dashed else name, **style)
             ticks |= set(x[:, 0])
-        axes.set(xscale="log", yscale="log", xlabel="T = S", title=title)
-        axes.set_xticks(sorted(ticks), [f"{T:g}" for T in sorted(ticks)])
+        axes.set(xscale="log", yscale="log", xlabel=axis, title=title)
+        labels = [f"{T:g}" for T in sorted(ticks)]
+        axes.set_xticks(sorted(ticks), labels)
+        # Numbers stand upright where there is no room for them beside each other.
+        steps = np.diff(np.log(sorted(ticks)))
+        closest = 3.5 * np.min(steps / np.sum(steps), initial=1)
+        axes.tick_params("x", rotation=90 if closest < 0.08 * max(map(len, labels)) else 0)
         axes.set_xticks([], minor=True)
         axes.tick_params(which="both", colors=GREY)
         axes.grid(color=GREY, alpha=0.25, linewidth=0.5)
-        axes.legend(frameon=False, title=f"dashed: {dashed}" if dashed else None)
+        # Many names leave less room for lines.
+        size = "small" if len(found) > 4 else "medium"
+        title = f"dashed: {dashed}" if dashed else None
+        axes.legend(frameon=False, title=title, fontsize=size, title_fontsize=size)
     return _laid_out(figure)
 
 

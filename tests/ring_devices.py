@@ -354,7 +354,7 @@ def shardings_of_batch_and_heads_stay(n):
         compiled = jax.jit(call).lower(*args).compile()
         text = compiled.as_text()
         assert not re.search(r"all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast", text)
-        # Whether anything anywhere is not finite is one number; what each tile is, for the whole batch, an integer each.
+        # One number says whether anything is not finite, and one integer each what a tile is for the whole batch.
         assert not any(re.search(r"f\d+\[\d", shape) for shape in re.findall(r"= (.+) all-reduce\(", text))
         got, plain = compiled(*args), jax.jit(call)(*map(jnp.asarray, map(np.asarray, args)))
         close(got, plain)

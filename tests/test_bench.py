@@ -1,5 +1,6 @@
 """The benchmark runs: every table with tiny sizes, and a peer in a process of its own. No time is judged."""
 
+import functools
 import importlib
 import re
 import sys
@@ -115,11 +116,35 @@ def test_the_plot_is_small_and_its_text_is_text(tmp_path):
     assert not re.search(r"fill: ?(#f{3,6}|white)", text)
 
 
-def test_the_table_of_errors_has_small_ones(capsys, monkeypatch):
+def test_the_tables_of_errors_have_small_ones_and_the_peers_beside(capsys, elsewhere, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(Path(peers.__file__).parent))
+    monkeypatch.setitem(sys.modules, "peers", peers)
     numerics = importlib.import_module("numerics")
     monkeypatch.setattr(numerics, "SCALES", (1.0,))
-    numerics.rows(S=5, many=2, dtypes=["float32"])
-    numerics.attention(T=3, S=5, dtypes=["float32"])
-    errors = [float(cell) for cells in rows(capsys.readouterr().out.replace("float32, ", "")) for cell in cells]
-    assert errors and max(errors) < 20
+    monkeypatch.setattr(numerics, "FEW", (1.0,))
+    tiny = {
+        "rows": {"S": 5, "many": 2},
+        "attention": {"T": 3, "S": 5, "dtypes": ["float32"]},
+        "lengths": {"T": 3, "keys": (5,), "dtypes": ["float64"]},
+    }
+    assert tiny.keys() == numerics.TABLES.keys()
+    monkeypatch.setattr(
+        numerics, "TABLES", {name: functools.partial(numerics.TABLES[name], **tiny[name]) for name in tiny}
+    )
+    numerics.main(folder=tmp_path)
+    out, err = capsys.readouterr()
+    rows, attention, lengths, summary = (
+        {name: errors for name, *errors in (line[2:-2].split(" | ") for line in table.splitlines() if line[:2] == "| ")}
+        for table in out.split("| |")[1:]
+    )
+    assert len(rows) == 4 * 3 and max(float(jattn) for jattn, _ in rows.values()) < 4
+    for table in (attention, lengths, summary):
+        for dense, blockwise, jax_nn, tokamax, chunked in table.values():
+            assert 0 <= max(float(dense), float(blockwise)) < 20 and chunked == "–"
+            assert tokamax in (jax_nn, "–")
+    assert float(attention["float32, scale 1, d key"][3]) < 20
+    # In float32: what is compared with is much more exact than float32 is.
+    assert float(lengths["float64, S = 5, d key"][3]) > 1e5
+    assert err.count("no tokamax xla_chunked of float32: ValueError: Unsupported implementation option") == 1
+    for name in ("attention", "lengths"):
+        assert ">jattn blockwise</text>" in (tmp_path / f"numerics_{name}.svg").read_text("utf-8")

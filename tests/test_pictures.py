@@ -108,7 +108,14 @@ def test_a_curve_keeps_its_colour_whoever_is_missing():
     np.testing.assert_array_equal(dashed.get_xydata(), points)
     assert [text.get_text() for text in first.get_legend().get_texts()] == ["b"]
     assert first.get_legend().get_title().get_text() == "dashed: gradient"
-    assert labels(first.xaxis) == ["8", "16"]
+    assert labels(first.xaxis) == ["8", "16"] and first.get_xlabel() == "T = S"
+
+
+def test_numbers_below_a_curve_stand_upright_where_they_are_close():
+    wide, narrow = ([(x, 1.0) for x in of] for of in ((16, 128, 1024, 1e4, 1e5), (1e-30, 1e-3, 1.0, 1e30)))
+    figure = pictures.curves({"units": {"a": wide}, "more units": {"a": narrow}}, axis="size of the logits")
+    assert [axes.get_xlabel() for axes in figure.axes] == 2 * ["size of the logits"]
+    assert [axes.get_xticklabels()[0].get_rotation() for axes in figure.axes] == [0, 90]
 
 
 def drawings():

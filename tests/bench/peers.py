@@ -33,7 +33,8 @@ N, H = 8, 64
 def question(T, **of):
     """All that a contender needs to know; `worker.py` gets it as JSON."""
     small = {"B": 1, "S": T, "N": N, "K": of.get("N", N), "H": H, "dtype": "float32", "causal": False}
-    return small | {"T": T, "gradient": False, "window": None, "lengths": None, "implementation": None, "runs": 1} | of
+    small |= {"rows": False, "runs": 1}
+    return small | {"T": T, "gradient": False, "window": None, "lengths": None, "implementation": None} | of
 
 
 class Missing(Exception):
