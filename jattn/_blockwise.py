@@ -146,12 +146,17 @@ def _sums(static, floats, others):
         def visit(state, of_keys):
             return _absorbed(static, state, static.inputs(*static.joined(of_keys, rest)))
 
-        state = _round.folded(static.axis_name, visit, state, of_keys)
+        state = _round.folded(static.axis_name, visit, state, of_keys, _narrow(x))
     ties = None if state.ties is None else jnp.maximum(state.ties, 1)
     rows = _tile.rows(x, state.largest, ties, state.alive)
     # Not a constant: under `vmap` it must be mapped as its tangent is.
     sums = _tile.Sums(state.acc, state.total, state.moment, None if ties is None else ties - ties)
     return sums, rows._replace(alive=rows.alive.astype(sums.total.dtype))
+
+
+def _narrow(x):
+    """The dtypes that keys and values came in: the first leaves of what travels in a ring."""
+    return (x.operands.dtype,) * 2
 
 
 def _absorbed(static, state, x):
@@ -194,7 +199,7 @@ def _sums_jvp(static, primals, tangents):
     if static.axis_name is None:
         _, found = d_sums(block, staying)
     else:
-        _, found = _round.summed(static.axis_name, d_sums, block, staying)
+        _, found = _round.summed(static.axis_name, d_sums, block, staying, _narrow(static.inputs(floats, others)))
     return (sums, rows), (jax.tree.unflatten(jax.tree.structure(sums), found), jax.tree.map(jnp.zeros_like, rows))
 
 
