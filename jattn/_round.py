@@ -1,4 +1,4 @@
-"""A round: the block of each device visits every device along an axis of the mesh, one after another, and comes home.
+"""A round: each device's block visits every device along an axis of the mesh, and what it collects there comes home.
 
 Of a function f of a block, which travels, and of what stays, `summed` gives
 
@@ -50,7 +50,7 @@ def _each(f, leaves, dtypes):
 
 
 def _packed(x, narrow, wide):
-    # As bits, because XLA:CPU makes halves float32 before it sends them.
+    # As bits, because XLA:CPU would make bfloat16 float32 before it sends it.
     return x if narrow == wide else lax.bitcast_convert_type(x.astype(narrow), np.uint16)
 
 
