@@ -46,6 +46,11 @@ class Static(NamedTuple):
     floating: tuple[bool, ...]
     of_keys: Any
 
+    @property
+    def narrow(self):
+        """The dtypes that keys and values came in: the first leaves of what travels in a ring."""
+        return (self.tree.unflatten([None] * self.tree.num_leaves).operands.dtype,) * 2
+
     def inputs(self, floats, others):
         x = jax.tree.unflatten(self.tree, _joined(floats, others, self.floating))
         return x if self.axis_name is None else _stored_here(x)
@@ -138,7 +143,7 @@ def _found(static, *leaves):
         def visit(state, of_keys):
             return _absorbed(static, state, static.inputs(*static.joined(of_keys, rest)))
 
-        state = _round.folded(static.axis_name, visit, state, of_keys)
+        state = _round.folded(static.axis_name, visit, state, of_keys, static.narrow)
     ties = None if state.ties is None else jnp.maximum(state.ties, 1)
     rows = _tile.rows(x, state.largest, ties, state.alive)
     sums = _tile.Sums(state.acc, state.total, state.moment, None if ties is None else ties - ties)
@@ -188,8 +193,9 @@ def _pushed(static, moves, leaves, rows, moving):
         return [], _d_sums(static, moves, floats, others, rows, _joined(d_keys, d_rest, travel))
 
     block, staying = (of_keys, d_keys), (rest, rows, d_rest)
-    summed = d_sums if static.axis_name is None else functools.partial(_round.summed, static.axis_name, d_sums)
-    return summed(block, staying)[1]
+    if static.axis_name is None:
+        return d_sums(block, staying)[1]
+    return _round.summed(static.axis_name, d_sums, block, staying, static.narrow)[1]
 
 
 def _d_sums(static, moves, floats, others, rows, moving):

@@ -1,4 +1,4 @@
-"""A round: the block of each device visits every device along an axis of the mesh, one after another, and comes home.
+"""A round: each device's block visits every device along an axis of the mesh, and what it collects there comes home.
 
 Of a function f of a block, which travels, and of what stays, `summed` gives
 
@@ -10,38 +10,64 @@ cotangent of what a block collects travels with it, and so does what the block's
 one block at a time, forward and backward. A loop over `ppermute` would have JAX keep every block that came by for its
 transpose, the whole sequence on each device; so the sum is a primitive.
 
+What a narrower dtype holds travels in that one, and is as wide as it came wherever it is used. Tangents and sums of a
+block travel wide: each device adds to them.
+
 Source: Liu et al. 2023, arXiv:2310.01889.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 
-def folded(axis_name, visit, state, block):
-    """`state` after `visit(state, block)` for every device's block, the own one first."""
+def folded(axis_name, visit, state, block, narrow):
+    """`state` after `visit(state, block)` for every device's block, the own one first.
+
+    `narrow` are dtypes that hold the first leaves of the block without rounding: they travel in these.
+    """
+    leaves, tree = jax.tree.flatten(block)
+    wide = [x.dtype for x in leaves]
+    dtypes = list(zip([*narrow, *wide[len(narrow) :]], wide, strict=True))
 
     def step(carry, _):
-        state, block = carry
+        state, parcels = carry
         # The next block is under way while this one is used.
-        following = _sent(axis_name, block)
-        return (visit(state, block), following), None
+        following = [_sent(axis_name, x) for x in parcels]
+        return (visit(state, tree.unflatten(_each(_unpacked, parcels, dtypes))), following), None
 
-    return lax.scan(step, (state, block), None, length=lax.axis_size(axis_name))[0][0]
+    parcels = _each(_packed, leaves, dtypes)
+    state, parcels = lax.scan(step, (state, parcels), None, length=lax.axis_size(axis_name) - 1)[0]
+    # The last one goes nowhere.
+    return visit(state, tree.unflatten(_each(_unpacked, parcels, dtypes)))
 
 
-def _sent(axis_name, tree):
+def _each(f, leaves, dtypes):
+    return [f(x, *d) for x, d in zip(leaves, dtypes, strict=True)]
+
+
+def _packed(x, narrow, wide):
+    # As bits, because XLA:CPU would make bfloat16 float32 before it sends it.
+    return x if narrow == wide else lax.bitcast_convert_type(x.astype(narrow), np.uint16)
+
+
+def _unpacked(x, narrow, wide):
+    return x if narrow == wide else lax.bitcast_convert_type(x, narrow).astype(wide)
+
+
+def _sent(axis_name, x):
     """What the device before this one holds."""
     P = lax.axis_size(axis_name)
-    return jax.tree.map(lambda x: lax.ppermute(x, axis_name, [(p, (p + 1) % P) for p in range(P)]), tree)
+    return lax.ppermute(x, axis_name, [(p, (p + 1) % P) for p in range(P)])
 
 
-def summed(axis_name, f, block, staying):
+def summed(axis_name, f, block, staying, narrow):
     """The sums of f(block, staying), a pair of lists of floating arrays: what each block collects, what stays gets.
 
-    `f` closes over no tracer. All arrays vary over the axis.
+    `f` closes over no tracer. All arrays vary over the axis. `narrow` as in `folded`.
     """
     leaves, tree = jax.tree.flatten((block, staying))
     n = len(jax.tree.leaves(block))
@@ -54,20 +80,22 @@ def summed(axis_name, f, block, staying):
 
     jaxpr = jax.make_jaxpr(flat)(*leaves)
     of_block, of_staying = shapes
-    out = _summed_p.bind(*leaves, jaxpr=jaxpr, travelling=(n, of_block.num_leaves), axis_name=axis_name)
+    narrow = (*narrow, *(x.dtype for x in leaves[len(narrow) : n]))
+    travelling = n, of_block.num_leaves
+    out = _summed_p.bind(*leaves, jaxpr=jaxpr, travelling=travelling, axis_name=axis_name, narrow=narrow)
     return of_block.unflatten(out[: of_block.num_leaves]), of_staying.unflatten(out[of_block.num_leaves :])
 
 
-def _whole(*args, jaxpr, travelling, axis_name):
+def _whole(*args, jaxpr, travelling, axis_name, narrow):
     n, n_out = travelling
     block, staying = list(args[:n]), args[n:]
     sums = [_zeros(aval) for aval in jaxpr.out_avals]
 
     def visit(sums, block):
         sums = [x + y for x, y in zip(sums, jaxpr_as_fun(jaxpr)(*block, *staying), strict=True)]
-        return [*_sent(axis_name, sums[:n_out]), *sums[n_out:]]
+        return [*(_sent(axis_name, x) for x in sums[:n_out]), *sums[n_out:]]
 
-    return folded(axis_name, visit, sums, block)
+    return folded(axis_name, visit, sums, block, narrow)
 
 
 def _zeros(aval):
@@ -79,9 +107,9 @@ def _abstract(*args, jaxpr, **params):
     return jaxpr.out_avals
 
 
-def _jvp(primals, tangents, *, jaxpr, travelling, axis_name):
+def _jvp(primals, tangents, *, jaxpr, travelling, axis_name, narrow):
     n, n_out = travelling
-    out = _summed_p.bind(*primals, jaxpr=jaxpr, travelling=travelling, axis_name=axis_name)
+    out = _summed_p.bind(*primals, jaxpr=jaxpr, travelling=travelling, axis_name=axis_name, narrow=narrow)
     moves = [not isinstance(d, ad.Zero) for d in tangents]
     moving = [d for d in tangents if not isinstance(d, ad.Zero)]
     n_moving = sum(moves[:n])
@@ -98,11 +126,11 @@ def _jvp(primals, tangents, *, jaxpr, travelling, axis_name):
         return d_out[:n_out], d_out[n_out:]
 
     block, staying = (primals[:n], moving[:n_moving]), (primals[n:], moving[n_moving:])
-    of_block, of_staying = summed(axis_name, pushed, block, staying)
+    of_block, of_staying = summed(axis_name, pushed, block, staying, narrow)
     return out, [*of_block, *of_staying]
 
 
-def _transpose(cts, *args, jaxpr, travelling, axis_name):
+def _transpose(cts, *args, jaxpr, travelling, axis_name, narrow):
     n, n_out = travelling
     linear = [ad.is_undefined_primal(x) for x in args]
     n_linear = sum(linear[:n])
@@ -120,26 +148,28 @@ def _transpose(cts, *args, jaxpr, travelling, axis_name):
         out = list(jax.linear_transpose(of_linear, *like)([*block[1], *staying[1]]))
         return out[:n_linear], out[n_linear:]
 
-    of_block, of_staying = summed(axis_name, pulled, (known[:n], cts[:n_out]), (known[n:], cts[n_out:]))
+    block, staying = (known[:n], cts[:n_out]), (known[n:], cts[n_out:])
+    narrow = [d for d, m in zip(narrow, linear[:n], strict=True) if not m]
+    of_block, of_staying = summed(axis_name, pulled, block, staying, narrow)
     out = iter([*of_block, *of_staying])
     return [next(out) if m else None for m in linear]
 
 
-def _batch(args, axes, *, jaxpr, travelling, axis_name):
+def _batch(args, axes, *, jaxpr, travelling, axis_name, narrow):
     n, n_out = travelling
 
     def mapped(block, staying):
         out = jax.vmap(jaxpr_as_fun(jaxpr), axes, 0)(*block, *staying)
         return out[:n_out], out[n_out:]
 
-    of_block, of_staying = summed(axis_name, mapped, args[:n], args[n:])
+    of_block, of_staying = summed(axis_name, mapped, args[:n], args[n:], narrow)
     return [*of_block, *of_staying], [0] * len(jaxpr.out_avals)
 
 
 _summed_p = Primitive("summed_over_a_round")
 _summed_p.multiple_results = True
 # Not of `bind`: see `_visible`.
-_summed_p.def_impl(jax.jit(_whole, static_argnames=("jaxpr", "travelling", "axis_name")))
+_summed_p.def_impl(jax.jit(_whole, static_argnames=("jaxpr", "travelling", "axis_name", "narrow")))
 _summed_p.def_abstract_eval(_abstract)
 batching.primitive_batchers[_summed_p] = _batch
 ad.primitive_jvps[_summed_p] = _jvp

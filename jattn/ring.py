@@ -57,7 +57,7 @@ def attention(
             rule or an array holds is the same on all devices, other than segment ids, (*B, T) and (*B, S), which are
             sharded as the tokens are.
         bias: a rule from `jattn.biases`, or floating (*B, N, P·T, P·S), likewise.
-        axis_name: the mesh axis that the sequence is sharded over.
+        axis_name: the mesh axis that the sequence is sharded over, or a tuple of them.
         zigzag: whether tokens are in the order of `ring.zigzag`.
         scale: as in `jattn.attention`.
         softcap: as in `jattn.attention`.
@@ -76,9 +76,9 @@ def attention(
     Raises:
         ValueError: as in `jattn.attention`; there is no axis `axis_name` here, or an array of tokens is the same on all
             devices along it; T or S is odd with `zigzag`; an array mask or bias has both P·T queries and P·S keys.
-        TypeError: as in `jattn.attention`.
+        TypeError: as in `jattn.attention`; `zigzag` is not a bool.
 
-    Numerics: as in `jattn.attention`. Keys and values travel as they are used, in float32 or wider.
+    Numerics: as in `jattn.attention`. Keys and values travel in their own dtype, their gradients in float32 or wider.
 
     Source: Liu et al. 2023, arXiv:2310.01889.
 
@@ -95,6 +95,8 @@ def attention(
     """
     who = "ring.attention"
     P = _size(who, axis_name)
+    if not isinstance(zigzag, bool):
+        raise TypeError(f"{who}: zigzag must be True or False, got {_shown(zigzag)}.")
     call = _Call(who, heads=True)
     call.arrays(query=query, key=key, value=value)
     T, S = call.sizes["T"], call.sizes["S"]
@@ -182,11 +184,23 @@ def _striped(who, x, P, axis, order):
 
 
 def _size(who, axis_name):
+    axes = _names(axis_name)
     try:
-        return jax.lax.axis_size(axis_name)
-    except NameError:
+        found = len(axes) == len(set(axes)) > 0 and set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+    except TypeError:  # what cannot be hashed is no name
+        found = False
+    if not found:
         hint = "Call it inside jax.shard_map, with the axis in the mesh."
-        raise ValueError(f"{who}: axis_name must be a mesh axis of the call, got {axis_name!r}. {hint}") from None
+        raise ValueError(f"{who}: axis_name must be a mesh axis of the call, got {_shown(axis_name)}. {hint}")
+    return jax.lax.axis_size(axis_name)
+
+
+def _shown(x):
+    return repr(x) if _checks.known(x) else "a traced array"
+
+
+def _names(axis_name):
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
 def _indices(who, axis_name, letter, n, zigzag):
@@ -231,7 +245,7 @@ class _Call(_attention.Call):
 
     def sharded(self, axis_name):
         """Asserts that arrays of tokens vary over the axis, where `shard_map` keeps track of that."""
-        axes = set(axis_name if isinstance(axis_name, tuple) else (axis_name,))
+        axes = set(_names(axis_name))
         if not axes <= _varying(jax.lax.axis_index(axis_name)):
             return
         for what, x in self.args.items():

@@ -72,7 +72,7 @@ for name, order in (("in order", visible), ("zigzag", ring.zigzag(visible, P, ax
 #
 # A compiled program lists what it sends, and counts its arithmetic and its memory. Nothing is run for that.
 #
-# **Predict.** A ring step: how many arrays are sent, forward? How many more when the gradient is taken?
+# **Predict.** Eight devices: how many arrays does one send, forward? How many more when the gradient is taken?
 
 # %%
 sizes: dict[str, Any] = {"N": 4, "K": 2, "H": 64}
@@ -80,18 +80,18 @@ T, tile = 16384, 64
 for gradient in (False, True):
     one_tile = scale.program(T, 8, gradient=gradient, tile=T // 8, **sizes)
     sent = scale.sends(one_tile)
-    print("with gradient:" if gradient else "forward:", len(sent), "arrays of", sent[0], "bytes")
+    print("with gradient:" if gradient else "forward:", sum(n for _, n in sent), "arrays of", sent[0][0], "bytes")
 
 # %% [markdown]
-# Keys and values; backward keys and values again, and with them their gradients, which collect something at each device
-# before they come home.
+# Keys and values, seven times, and every device has seen them; backward keys and values again, and with them their
+# gradients, which collect something at each device and come home: eight times.
 #
 # The arithmetic needs care. XLA counts the body of a loop *once*, however often it goes round. So the program above was
-# made with one tile to a part: its loop over devices is the only one that goes round, P times, and its count times P is
-# the whole. A program without loops can tell whether that is right.
+# made with one tile to a part: its loop over devices is the only one that goes round, P - 1 times, and the last step
+# stands behind it. It counts two steps, of P. A program without loops can tell whether that is right.
 
 # %%
-flops = 8 * scale.program(T, 8, tile=T // 8, **sizes).cost_analysis()["flops"]
+flops = 8 / 2 * scale.program(T, 8, tile=T // 8, **sizes).cost_analysis()["flops"]
 like = [jax.ShapeDtypeStruct((T, heads, 64), jnp.float32) for heads in (4, 2, 2)]
 dense: Any = jax.jit(lambda *x: attention(*x, method="dense")).lower(*like).compile()
 rounds = set(re.findall(r"known_trip_count.*?(\d+)", one_tile.as_text()))
@@ -119,8 +119,8 @@ for gradient in (False, True):
 #
 # - arithmetic: 2 FLOPs a feature for query·key and 2 for weights·value, over T·T pairs, shared by P. Backward five such
 #   products, 10 more. Half of it under a causal mask that is balanced;
-# - bytes sent: keys and values of T / P tokens, P times, in float32. Backward the same again, and the same for
-#   gradients;
+# - bytes sent: keys and values of T / P tokens, P - 1 times. Backward the same again, and their gradients, in float32,
+#   P times;
 # - bytes held: arguments, results, sums in float32, and two of everything that travels;
 # - time: the longer of arithmetic and sending where they overlap, their sum where they don't.
 #
@@ -139,13 +139,8 @@ for gradient in (False, True):
             print(f"{what:23} {P:7}", *(f"{ratio:6.3f}" for ratio in ratios))
 
 # %% [markdown]
-# Bytes sent are exact: bfloat16 is sent as float32, as it is used. Of arithmetic the model leaves out softmax, a few
-# FLOPs a pair against hundreds. Memory is what a compiler arranges as it likes.
-#
-# P sends bring every part home again. Forward, P - 1 would do, as nothing is collected on the way:
-
-# %%
-print("sent, over the least that could be:", *(f"{P / (P - 1):.2f} ({P} devices)" for P in (2, 4, 8, 64)))
+# Bytes sent are exact. Of arithmetic the model leaves out softmax, a few FLOPs a pair against hundreds. Memory is what
+# a compiler arranges as it likes.
 
 # %% [markdown]
 # ## Heads for tokens
@@ -159,7 +154,7 @@ print("sent, over the least that could be:", *(f"{P / (P - 1):.2f} ({P} devices)
 for N, K in ((8, 8), (32, 8)):
     call: dict[str, Any] = {"N": N, "K": K, "H": 64, "size": 4}
     one_tile, trade = scale.program(T, 8, tile=T // 8, **call), scale.program(T, 8, **call)
-    sent, given = 8 * sum(scale.sends(one_tile)), scale.trades(trade)
+    sent, given = sum(size * times for size, times in scale.sends(one_tile)), scale.trades(trade)
     print(f"{N:2} heads on {K}: {sent / 1e6:5.1f} MB in the ring, {given / 1e6:5.1f} MB traded", end=", ")
     print(f"{given / scale.trade(T, 8, **call):.3f} of what it is on paper")
 
@@ -174,8 +169,9 @@ for G in (1, 4, 8):
     print(f"G = {G}: the ring sends", *(f"{x:4.1f}" for x in ratios), "times as much, on 2, 4 and 8 devices")
 
 # %% [markdown]
-# Few devices and many query heads to a key head: the ring. More devices, as long as each has a key head: trade. Beyond
-# that there is nothing to trade, and the ring goes on. It also hides what it sends behind what it computes.
+# P / (G + 1) times. Few devices and many query heads to a key head: the ring. More devices, as long as each has a key
+# head: trade. Beyond that there is nothing to trade, and the ring goes on. It also hides what it sends behind what it
+# computes.
 #
 # ## Ten million tokens
 #
@@ -215,8 +211,7 @@ for T in lengths:
 T = P = 1000
 one_each = scale.ring(T, P, **layer)
 enough = (one_each.sent / device["bandwidth"]) / (one_each.flops / device["flops"])
-halves = enough / 2  # if keys, values and their gradients were sent in bfloat16
-print(f"Communication rules where a device has fewer than {enough:,.0f} tokens ({halves:,.0f} if it sent bfloat16).")
+print(f"Communication rules where a device has fewer than {enough:,.0f} tokens.")
 largest = scale.ring(10_000_000, 4096, **layer)
 whole, busy = scale.seconds(largest, **device), largest.flops / device["flops"]
 print(f"10 million on 4096 are {10_000_000 / 4096:,.0f} each: {whole:.2f} s a layer, {busy / whole:.0%} computing.")

@@ -35,9 +35,8 @@ def ring(T, P, *, N, K, H, size, gradient=False, causal=False, tile=512):
     # Forward: query·key and weights·value, 2 FLOPs for each feature. Backward: query·key again, and the two products
     # that each of them turns into.
     flops = (14 if gradient else 4) * T * n * N * H / (2 if causal else 1)
-    # Keys and values come past every device and home; backward, they do it again, and their gradients with them. They
-    # travel as they are used: in float32, where the inputs are halves.
-    sent = P * keys * wide * (3 if gradient else 1)
+    # Keys and values come past every device. Backward, they do it again, and their gradients, in float32, come home.
+    sent = keys * ((P - 1) * 2 * size + P * wide if gradient else (P - 1) * size)
     # In: query, key, value, backward the output's gradient. Out: the output, or gradients of query, key and value.
     outside = size * (3 * tokens + 2 * keys if gradient else 2 * tokens + keys)
     # Sums; what is used and what is under way; of halves, queries and the output's gradient; two arrays of a tile.
@@ -90,17 +89,26 @@ def program(T, P, *, N, K, H, size=4, gradient=False, tile=None) -> Any:
 
 
 def counted(T, P, *, gradient=False, tile, **sizes):
-    """`Cost` by the compiler's own counts. Of a loop it counts one step: so a step is all that two parts share."""
+    """`Cost` by the compiler's own counts.
+
+    Of a loop it counts one step: so a step is all that two parts share, and of P steps one in the loop counts, and the
+    last, which is outside.
+    """
     steps = program(T, P, gradient=gradient, tile=T // P, **sizes)
     memory = program(T, P, gradient=gradient, tile=tile, **sizes).memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return Cost(P * steps.cost_analysis()["flops"], P * sum(sends(steps)), held)
+    return Cost(P / 2 * steps.cost_analysis()["flops"], sum(size * times for size, times in sends(steps)), held)
 
 
 def sends(program):
-    """The bytes of each array that a step sends to the next device."""
-    arrays = re.findall(r"= \(?(bf16|f32)\[([\d,]+)\]\S* .*?collective-permute(?:-start)?\(", program.as_text())
-    return [_bytes(*array) for array in arrays]
+    """The bytes of each array that a device sends to the next one, and how many times it does."""
+    text, found = program.as_text(), []
+    times = {body: int(n) for body, n in re.findall(r"body=%?([\w.-]+).*known_trip_count\D*(\d+)", text)}
+    for computation in text.split("\n\n"):
+        name = re.match(r"%?([\w.-]+)", computation)
+        arrays = re.findall(r"= \(?(u16|f32)\[([\d,]+)\]\S* .*?collective-permute(?:-start)?\(", computation)
+        found += [(_bytes(*array), times.get(name and name[1], 1)) for array in arrays]
+    return found
 
 
 def trades(program):
@@ -112,4 +120,4 @@ def trades(program):
 
 
 def _bytes(dtype, shape):
-    return {"bf16": 2, "f32": 4}[dtype] * math.prod(map(int, shape.split(",")))
+    return {"bf16": 2, "u16": 2, "f32": 4}[dtype] * math.prod(map(int, shape.split(",")))

@@ -64,14 +64,15 @@ def test_temporaries_of_one_of_eight_devices_are_a_fraction_of_those_of_one(coun
 
 
 def test_what_a_device_sends_and_does_by_hand():
-    # 10 tokens on 5 devices; 2 query heads, one key head, 3 features of 2 bytes, sent in 4.
+    # 10 tokens on 5 devices; 2 query heads, one key head, 3 features of 2 bytes, the gradients of 4.
     sizes = {"N": 2, "K": 1, "H": 3, "size": 2}
     cost = scale.ring(10, 5, **sizes)
-    assert cost.sent == 5 * (2 * 3 * 4 + 2 * 3 * 4)
+    assert cost.sent == 4 * (2 * 3 * 2 + 2 * 3 * 2)
     assert cost.flops == 2 * (2 * 10) * 2 * 3 * 2
     assert scale.ring(10, 5, causal=True, **sizes).flops == cost.flops / 2
     backward = scale.ring(10, 5, gradient=True, **sizes)
-    assert (backward.sent, backward.flops) == (3 * cost.sent, 3.5 * cost.flops)
+    assert backward.sent == 2 * cost.sent + 5 * (2 * 3 * 4 + 2 * 3 * 4)
+    assert backward.flops == 3.5 * cost.flops
 
 
 def test_time_is_the_longer_of_two_or_their_sum():
