@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from jattn import _online, _plan, _round, _rules, _tile, _visible, _walk
+from jattn import _linear, _online, _plan, _round, _rules, _tile, _visible, _walk
 
 
 class Static(NamedTuple):
@@ -201,32 +201,29 @@ def _pushed(static, moves, leaves, rows, moving):
 def _d_sums(static, moves, floats, others, rows, moving):
     """The derivative of the sums over the keys in floats and others."""
 
-    def mixed(floats, moving):
-        moving = iter(moving)
-        return [next(moving) if m else x for x, m in zip(floats, moves, strict=True)]
+    flags = _joined(moves, [False] * len(others), static.floating)
 
     # Parts are cut of what is stored here, and so are those of the tangents.
-    own = [x for x, m in zip(floats, moves, strict=True) if m]
-    x, dx = jax.jvp(lambda own: static.inputs(mixed(floats, own), others), (own,), (moving,))
+    def stored(*floats):
+        leaves = jax.tree.leaves(static.inputs(floats, others))
+        return [leaf for leaf, m in zip(leaves, flags, strict=True) if m]
+
+    d_leaves = _linear.pushed(stored, moves)(floats, moving)
+    x = static.inputs(floats, others)
     leaves, tree = jax.tree.flatten(x)
-    flags = _joined(moves, [False] * len(others), static.floating)
-    d_leaves = [d for d, m in zip(jax.tree.leaves(dx), flags, strict=True) if m]
     plan = _plan.plan(x, static.block)
 
     def tangent(kind, i, j, *parts):
-        parts = iter(parts)
-        leaves = [next(parts) for _ in flags]
-        peak, largest, *ties, alive, sound, total = (next(parts) for _ in rows)
-        pairs = _plan.pairs(tree.unflatten(leaves), plan, i, j, kind)
+        n, m = len(leaves), len(leaves) + len(rows)
+        pairs = _plan.pairs(tree.unflatten(parts[:n]), plan, i, j, kind)
+        peak, largest, *ties, alive, sound, total = parts[n:m]
+        found = _tile.Rows(peak, largest, ties[0] if ties else None, alive, sound, total)
 
-        def sums(own):
-            own = iter(own)
-            x = _tile.cut(tree.unflatten([next(own) if m else y for y, m in zip(leaves, flags, strict=True)]), pairs)
-            found = _tile.Rows(peak, largest, ties[0] if ties else None, alive, sound, total)
-            return _tile.sums(x, pairs, _tile.visible_pairs(x, pairs), found, static.stats)
+        def sums(*leaves):
+            x = _tile.cut(tree.unflatten(leaves), pairs)
+            return jax.tree.leaves(_tile.sums(x, pairs, _tile.visible_pairs(x, pairs), found, static.stats))
 
-        own = [y for y, m in zip(leaves, flags, strict=True) if m]
-        return jax.tree.leaves(jax.jvp(sums, (own,), (list(parts),))[1])
+        return _linear.pushed(sums, flags)(parts[:n], parts[m:])
 
     cuts = _cuts(x)
     cuts = cuts + (((0, _walk.QUERIES),),) * len(rows) + tuple(c for c, m in zip(cuts, flags, strict=True) if m)

@@ -17,11 +17,12 @@ Source: Liu et al. 2023, arXiv:2310.01889.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+
+from jattn import _linear
 
 
 def folded(axis_name, visit, state, block, narrow):
@@ -89,18 +90,13 @@ def summed(axis_name, f, block, staying, narrow):
 def _whole(*args, jaxpr, travelling, axis_name, narrow):
     n, n_out = travelling
     block, staying = list(args[:n]), args[n:]
-    sums = [_zeros(aval) for aval in jaxpr.out_avals]
+    sums = [_linear.zeros(aval) for aval in jaxpr.out_avals]
 
     def visit(sums, block):
         sums = [x + y for x, y in zip(sums, jaxpr_as_fun(jaxpr)(*block, *staying), strict=True)]
         return [*(_sent(axis_name, x) for x in sums[:n_out]), *sums[n_out:]]
 
     return folded(axis_name, visit, sums, block, narrow)
-
-
-def _zeros(aval):
-    x, axes = jnp.zeros(aval.shape, aval.dtype), tuple(aval.manual_axis_type.varying)
-    return lax.pcast(x, axes, to="varying") if axes else x
 
 
 def _abstract(*args, jaxpr, **params):
@@ -114,15 +110,10 @@ def _jvp(primals, tangents, *, jaxpr, travelling, axis_name, narrow):
     moving = [d for d in tangents if not isinstance(d, ad.Zero)]
     n_moving = sum(moves[:n])
 
+    push = _linear.pushed(jaxpr_as_fun(jaxpr), moves)
+
     def pushed(block, staying):
-        primals = [*block[0], *staying[0]]
-        own = [x for x, m in zip(primals, moves, strict=True) if m]
-
-        def of_moving(*own):
-            own = iter(own)
-            return jaxpr_as_fun(jaxpr)(*(next(own) if m else x for x, m in zip(primals, moves, strict=True)))
-
-        d_out = jax.jvp(of_moving, own, [*block[1], *staying[1]])[1]
+        d_out = push([*block[0], *staying[0]], [*block[1], *staying[1]])
         return d_out[:n_out], d_out[n_out:]
 
     block, staying = (primals[:n], moving[:n_moving]), (primals[n:], moving[n_moving:])
@@ -135,17 +126,14 @@ def _transpose(cts, *args, jaxpr, travelling, axis_name, narrow):
     linear = [ad.is_undefined_primal(x) for x in args]
     n_linear = sum(linear[:n])
     known = [None if m else x for x, m in zip(args, linear, strict=True)]
-    cts = [_zeros(aval) if isinstance(ct, ad.Zero) else ct for ct, aval in zip(cts, jaxpr.out_avals, strict=True)]
+    whole = zip(cts, jaxpr.out_avals, strict=True)
+    cts = [_linear.zeros(aval) if isinstance(ct, ad.Zero) else ct for ct, aval in whole]
+    like = [aval for aval, m in zip(jaxpr.in_avals, linear, strict=True) if m]
+    pull = _linear.pulled(jaxpr_as_fun(jaxpr), linear, like)
 
     def pulled(block, staying):
-        known = [*block[0], *staying[0]]
-
-        def of_linear(*x):
-            x = iter(x)
-            return jaxpr_as_fun(jaxpr)(*(next(x) if m else y for y, m in zip(known, linear, strict=True)))
-
-        like = [_zeros(aval) for aval, m in zip(jaxpr.in_avals, linear, strict=True) if m]
-        out = list(jax.linear_transpose(of_linear, *like)([*block[1], *staying[1]]))
+        known = [x for x in [*block[0], *staying[0]] if x is not None]
+        out = pull(known, [*block[1], *staying[1]])
         return out[:n_linear], out[n_linear:]
 
     block, staying = (known[:n], cts[:n_out]), (known[n:], cts[n_out:])

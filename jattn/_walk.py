@@ -22,6 +22,8 @@ from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from jattn import _linear
+
 QUERIES, KEYS = 0, 1
 
 
@@ -124,14 +126,9 @@ def _sum(*operands, grid, jaxprs, cuts, out_cuts, n_steps):
         f = jaxpr_as_fun(jaxpr)
         return lambda i, j, own, parts: [x + y for x, y in zip(own, f(i, j, *parts), strict=True)]
 
-    zeros = [_zeros(grid.aval(x, c, grid.lengths)) for x, c in zip(jaxprs[0].out_avals, out_cuts, strict=True)]
+    zeros = [_linear.zeros(grid.aval(x, c, grid.lengths)) for x, c in zip(jaxprs[0].out_avals, out_cuts, strict=True)]
     steps, args = operands[:n_steps], operands[n_steps:]
     return _run(steps, [added(f) for f in jaxprs], zeros, args, grid, cuts, out_cuts)
-
-
-def _zeros(aval):
-    x, axes = jnp.zeros(aval.shape, aval.dtype), tuple(aval.manual_axis_type.varying)
-    return lax.pcast(x, axes, to="varying") if axes else x
 
 
 def _abstract(*_, grid, jaxprs, out_cuts, **params):
@@ -171,16 +168,9 @@ def _jvp(primals, tangents, *, grid, jaxprs, cuts, out_cuts, n_steps):
     moves = [not isinstance(d, ad.Zero) for d in tangents]
 
     def pushed(jaxpr):
-        def of_parts(i, j, *parts):
-            primals, own = parts[: len(args)], [x for x, m in zip(parts, moves, strict=False) if m]
-
-            def of_moving(*own):
-                own = iter(own)
-                return jaxpr_as_fun(jaxpr)(i, j, *(next(own) if m else x for x, m in zip(primals, moves, strict=True)))
-
-            return jax.jvp(of_moving, own, list(parts[len(args) :]))[1]
-
-        return of_parts
+        push = _linear.pushed(jaxpr_as_fun(jaxpr), [False, False, *moves])
+        n = 2 + len(args)
+        return lambda *parts: push(parts[:n], parts[n:])
 
     ij, avals = jaxprs[0].in_avals[:2], jaxprs[0].in_avals[2:]
     d_avals = [a for a, m in zip(avals, moves, strict=True) if m]
@@ -195,20 +185,13 @@ def _transpose(cts, *operands, grid, jaxprs, cuts, out_cuts, n_steps):
     linear = [ad.is_undefined_primal(x) for x in args]
     ij, avals = jaxprs[0].in_avals[:2], jaxprs[0].in_avals[2:]
     like = [a for a, m in zip(avals, linear, strict=True) if m]
-    n = len(args) - len(like)
 
     def pulled(jaxpr):
-        def of_parts(i, j, *parts):
-            def of_linear(*own):
-                known, own = iter(parts[:n]), iter(own)
-                return jaxpr_as_fun(jaxpr)(i, j, *(next(own if m else known) for m in linear))
+        pull = _linear.pulled(jaxpr_as_fun(jaxpr), [False, False, *linear], like)
+        n = 2 + len(args) - len(like)
+        return lambda *parts: pull(parts[:n], parts[n:])
 
-            return jax.linear_transpose(of_linear, *map(_zeros, like))(list(parts[n:]))
-
-        return of_parts
-
-    shown = [not isinstance(ct, ad.Zero) for ct in cts]
-    wholes = [ct if s else _zeros(ct.aval) for ct, s in zip(cts, shown, strict=True)]
+    wholes = [_linear.zeros(ct.aval) if isinstance(ct, ad.Zero) else ct for ct in cts]
     known = [a for a, m in zip(avals, linear, strict=True) if not m]
     ct_jaxprs = _jaxprs([pulled(f) for f in jaxprs], ij, [*known, *jaxprs[0].out_avals])
     own_cuts = tuple(c for c, m in zip(cuts, linear, strict=True) if not m) + out_cuts
