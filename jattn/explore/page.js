@@ -140,7 +140,7 @@ function start() {
     state.move[axis] = Math.min(Math.max(to, -bound), bound) - here;
   }
 
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const short = (text) => (text.length > 12 ? text.slice(0, 11) + "…" : text);
   const named = (i, names) => (names[i] === String(i) ? `${i}` : `${i} ${names[i]}`);
   const some = (xs) => xs.slice(0, SHOWN).map((x) => number(x)).join("  ");
@@ -164,9 +164,9 @@ function start() {
     drawControls();
   }
 
-  // Where the matrix is in its canvas: the sides of a cell and of the labels.
+  // The matrix in its canvas: the sides of a cell and of the labels.
   const cell = Math.max(6, Math.min(26, Math.floor(560 / Math.max(T, S))));
-  const side = Math.min(100, 16 + 7 * Math.max(...[...tokens, ...keyTokens].map((t) => Math.min(t.length, 12)), 3));
+  const side = Math.min(100, 16 + 7 * Math.max(...[...tokens, ...keyTokens].map((t) => short(t).length), 6));
 
   function drawMatrix() {
     const canvas = $("matrix");
@@ -176,14 +176,17 @@ function start() {
     canvas.style.width = `${width}px`;
     const c = canvas.getContext("2d");
     c.scale(ratio, ratio);
-    const [ink, faint, accent, mark] = ["--ink", "--faint", "--accent", "--mark"].map(colour);
+    const [ink, faint, accent, mark] = ["ink", "faint", "accent", "mark"].map(colour);
     c.font = `${Math.max(9, Math.min(12, cell))}px system-ui, sans-serif`;
     c.textBaseline = "middle";
-    const every = Math.ceil(11 / cell); // no label on top of another
+    c.textAlign = "right";
+    c.fillStyle = ink;
+    c.fillText("key →", side - 6, side - 22);
+    c.fillText("query ↓", side - 6, side - 9);
+    const every = Math.ceil(11 / cell); // no label on another
     tokens.forEach((token, i) => {
       if (i % every && i !== state.query) return;
       c.fillStyle = i === state.query ? accent : ink;
-      c.textAlign = "right";
       c.fillText(short(token), side - 6, side + (i + 0.5) * cell);
     });
     keyTokens.forEach((token, j) => {
@@ -219,9 +222,6 @@ function start() {
           c.globalAlpha = 1;
         }
       }));
-    c.fillStyle = ink;
-    c.textAlign = "left";
-    c.fillText("query ↓  key →", 0, 8);
     c.strokeStyle = ink;
     c.lineWidth = 2;
     c.strokeRect(side, side + state.query * cell, S * cell, cell);
