@@ -59,7 +59,8 @@ def attend(
         query: (T, H), floating.
         key: (S, H), the dtype of `query`.
         value: (S, D), the dtype of `query`.
-        mask: a rule from `jattn.masks`, or bool (T, S) with either axis 1; True = may attend. None: all may.
+        mask: a rule from `jattn.masks`, or bool (T, S) with either axis 1; True = may attend. None: all may. An array
+            that is the inverse of a causal one is warned about.
         bias: a rule from `jattn.biases`, or floating (T, S) with either axis 1, in nats. Where it is -inf, no key
             is visible. One of 0 and 1 alone, which most likely was meant as a mask, is warned about.
         scale: multiplies query·key, 1/sqrt(H) if None. A scalar, may be traced.
@@ -124,7 +125,8 @@ def attention(
 ):
     """Attention with heads and batches: `attend`, mapped.
 
-    Query head n reads key/value head n // G, with G = N // K. Axes: B batch, any number of axes, T queries, S keys,
+    Query head n reads key/value head n // G, with G = N // K. More than 256 heads, and more than there are tokens, are
+    warned about: most likely T and N are swapped. Axes: B batch, any number of axes, T queries, S keys,
     N query heads, K key/value heads, H features of a query or key, D features of a value.
 
     Args:
@@ -232,11 +234,13 @@ def attend_as(
     """
     call = Call(who, heads)
     call.arrays(query=query, key=key, value=value)
+    _checks.choice(who, "method", method, ("auto", "dense", "blockwise", "cudnn"))
+    return_stats = _checks.flag(who, "return_stats", return_stats)
     if method == "cudnn":
         others = {"bias": bias, "softcap": softcap, "sink": sink, "query_positions": query_positions,
                   "key_positions": key_positions, "block_size": block_size, "a cache": there}  # fmt: skip
         given = [what for what, x in others.items() if x is not None]
-        given += ["dropout"] * (not (_checks.known(dropout_rate) and dropout_rate == 0)) + ["statistics"] * return_stats
+        given += ["dropout"] * (not _checks.zero(dropout_rate)) + ["statistics"] * return_stats
         return call.cudnn(mask, scale, given, empty)
     call.sources(mask, bias, there)
     call.numbers(scale, softcap, sink)
@@ -347,6 +351,12 @@ class Call:
             own = getattr(module, getattr(x, "__name__", ""), None) is x
             hint = f"Call it: {module.__name__}.{x.__name__}(...)." if own else f"Pass {module.__name__}.rule(fn)."
             raise TypeError(f"{self.who}: {what} must be a rule or an array, got a function. {hint}")
+        elif isinstance(x, str):
+            hint = f" Pass {module.__name__}.{x}(...)." if x in module.__all__ else ""
+            raise TypeError(f"{self.who}: {what} must be a rule or an array, got {x!r}.{hint}")
+        elif isinstance(x, list | tuple) and any(isinstance(rule, _rules.Rule) for rule in x):
+            hint = "Combine masks with &, | and ~." if what == "mask" else "A sum of them is one biases.rule."
+            raise TypeError(f"{self.who}: {what} must be one rule, got a {type(x).__name__} of them. {hint}")
         else:
             rule = module.array(self._array(what, x))
         self.args[what] = rule
@@ -360,8 +370,11 @@ class Call:
         full, hint = self._axes("*B?", "N?", "T?", "S?"), ""
         if what == "mask":
             x = _checks.boolean(self.who, what, x, masks.NOT_BOOLEAN)
-            if self.heads and x.ndim != len(_checks.expand(full, self.sizes)):
+            if x.ndim == 0:
+                hint = "For a causal mask pass masks.causal()."
+            elif self.heads and x.ndim != len(_checks.expand(full, self.sizes)):
                 hint = "For a [B, S] padding mask pass mask[:, None, None, :] or masks.lengths(key=...)."
+            _checks.not_inverted(self.who, what, x)
         else:
             x = _checks.floating(self.who, what, x, biases.NOT_FLOATING)
             _checks.no_mask(self.who, what, x)
@@ -385,7 +398,10 @@ class Call:
                 continue
             x = _checks.number(self.who, what, x).astype(_visible.wide(jnp.result_type(self.args["query"])))
             _checks.shape(self.who, what, x, axes, self.sizes)
-            self.add(what, _checks.positive(self.who, what, x) if what == "softcap" else x, axes)
+            if what == "softcap":
+                cap = "finite and > 0", "Pass None for no softcap."
+                x = _checks.valid(self.who, what, x, lambda x: (x > 0) & (x < np.inf), *cap)
+            self.add(what, x, axes)
 
     def positions(self, **positions):
         for what, x in positions.items():
@@ -397,22 +413,21 @@ class Call:
             self.add(what, x, axes)
 
     def dropout(self, rate, rng):
-        if _checks.known(rate):
-            # NumPy, because inside a jit jnp makes tracers, of constants too.
-            now = np.asarray(rate)
-            if now.dtype == np.bool_ or now.ndim or not 0 <= now <= 1:
-                raise ValueError(f"{self.who}: dropout_rate must be a number in [0, 1], got {rate}.")
-            if now == 0:
-                return
+        rate = _checks.number(self.who, "dropout_rate", rate)
+        _checks.shape(self.who, "dropout_rate", rate, (), self.sizes)
+        rate = rate.astype(_visible.wide(jnp.result_type(self.args["query"])))
+        rate = _checks.valid(self.who, "dropout_rate", rate, lambda x: (x >= 0) & (x <= 1), "a number in [0, 1]")
+        if _checks.zero(rate):
+            return
         if rng is None:
-            raise ValueError(f"{self.who}: dropout_rng must be a random key, got None with dropout_rate {rate}.")
+            on = f"dropout_rate {rate!s}" if _checks.known(rate) else "a traced dropout_rate"
+            raise ValueError(f"{self.who}: dropout_rng must be a random key, got None with {on}.")
         words = _dropout.words(self.who, rng)
         if self.heads:
             heads = (*self.sizes["B"], self.sizes["N"])
             words = _dropout.folded(words, math.prod(heads)).reshape(*heads, 2)
         self.add("words", words, (*self._axes("*B", "N"), "words"))
-        rate = _checks.number(self.who, "dropout_rate", rate)
-        self.add("rate", rate.astype(_visible.wide(jnp.result_type(self.args["query"]))), ())
+        self.add("rate", rate, ())
 
     def rows(self, rows):
         if rows is None:
@@ -428,7 +443,6 @@ class Call:
         """The size of tiles (queries, keys), or None for all at once."""
         T, S = self.sizes["T"], self.sizes["S"]
         who = self.who
-        _checks.choice(who, "method", method, ("auto", "dense", "blockwise", "cudnn"))
         if block_size is not None:
             if method != "blockwise":
                 raise ValueError(f"{who}: block_size is for method='blockwise', got {block_size} with {method!r}.")

@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import math
 import warnings
 from typing import Any
 
@@ -76,19 +75,22 @@ def rank(who, what, x, axes, *, at_least=False, hint=""):
         raise _error(ValueError, who, what, tupled(axes), tupled(np.shape(x)), hint) from None
 
 
-def array(who, what, x) -> Any:
+def array(who, what, x, must="an array") -> Any:
     """`x` as an array. NumPy arrays, lists and numbers become NumPy's, so that their values are known while tracing."""
-    if isinstance(x, jax.Array | np.ndarray | np.generic):
+    if isinstance(x, jax.Array):
         return x
     if hasattr(x, "__jax_array__"):
         return jnp.asarray(x)
+    own = isinstance(x, np.ndarray | np.generic)
     try:
-        out = np.asarray(x)
-        if out.dtype.kind in "OUS":
+        out = x if own else np.asarray(x)
+        # Objects, texts, dates and numbers of more than 64 bits: JAX has none.
+        if out.dtype.char in "OUSMmgG":
             raise TypeError
-        return out.astype(jax.dtypes.canonicalize_dtype(out.dtype))
-    except (TypeError, ValueError):
-        raise _error(TypeError, who, what, "an array", type(x).__name__) from None
+    except (TypeError, ValueError, RuntimeError):
+        # Other libraries' arrays raise what they like.
+        raise _error(TypeError, who, what, must, f"one of {x.dtype}" if own else type(x).__name__) from None
+    return out if own else out.astype(jax.dtypes.canonicalize_dtype(out.dtype))
 
 
 def floating(who, what, x, hint=""):
@@ -110,19 +112,27 @@ def one_floating_dtype(who, **arrays):
 
 
 def heads(who, query, sizes):
-    """Asserts that heads of N queries group over K keys and values, and have features; `query` is whose H it is."""
+    """Asserts that heads of N queries group over K keys and values, and have features; `query` is whose H it is.
+
+    Warns where there are more heads than tokens, and more than any model has: most likely the two are swapped.
+    """
     if sizes["H"] == 0:
         raise ValueError(f"{who}: H must be at least 1, got query {tupled(query.shape)}.")
-    if sizes["K"] == 0 or sizes["N"] % sizes["K"]:
-        N, K = sizes["N"], sizes["K"]
-        raise ValueError(f"{who}: N = {N} query heads is not a multiple of K = {K} key/value heads.")
+    T, S, N, K = (sizes.get(letter, 0) for letter in "TSNK")
+    axes = "Arrays are (*B, T, N, H): of (*B, N, T, H) swap these axes, jnp.swapaxes(x, -3, -2)."
+    if K == 0 or N % K:
+        # Numbers of heads divide each other, and here those of tokens do.
+        hint = " " + axes if S > 1 and T % S == 0 else ""
+        raise ValueError(f"{who}: N = {N} query heads is not a multiple of K = {K} key/value heads.{hint}")
+    if 0 < max(T, S) < N and N > 256:
+        _warn(f"{who}: N = {N} query heads for T = {T} queries and S = {S} keys. {axes}")
 
 
 def number(who, what, x):
     """`x` as a floating array, float64 where it was a Python number."""
     if isinstance(x, int | float) and not isinstance(x, bool):
         return np.float64(x)
-    x = array(who, what, x)
+    x = array(who, what, x, "a number")
     if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
         raise _error(TypeError, who, what, "a number", x.dtype)
     return x
@@ -160,10 +170,19 @@ def axis(who, what, x, axis):
 
 
 def choice(who, what, x, options):
-    """`x`, one of `options`."""
-    if x not in options:
+    """`x`, one of `options`, which are None and texts."""
+    # Of an array it could not be said whether it is equal to one of them.
+    if not isinstance(x, str | None) or x not in options:
         raise _error(ValueError, who, what, f"one of {', '.join(map(repr, options))}", repr(x))
     return x
+
+
+def flag(who, what, x):
+    """`x`, True or False."""
+    if not isinstance(x, bool | np.bool_):
+        got = f"{x.dtype}{tupled(x.shape)}" if isinstance(x, jax.Array | np.ndarray) else repr(x)
+        raise _error(TypeError, who, what, "True or False", got)
+    return bool(x)
 
 
 def options(who, options, function, but=()):
@@ -180,25 +199,34 @@ def no_mask(who, what, x):
     if known(x) and 0 < x.size <= 2**16:
         ones = np.asarray(x) == 1
         if ones.any() and not ones.all() and np.all(ones | (np.asarray(x) == 0)):
-            hint = f"For a mask pass mask={what} != 0."
-            # At the caller of the public function, however deep in here.
-            warnings.warn(f"{who}: {what} holds 0 and 1 alone, and is added to logits. {hint}", stacklevel=_depth())
+            _warn(f"{who}: {what} holds 0 and 1 alone, and is added to logits. For a mask pass mask={what} != 0.")
 
 
-def _depth():
-    """How many frames of this package are on the stack."""
-    frames = (frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(0)[1:])
-    return 1 + sum(1 for _ in itertools.takewhile(lambda name: name.partition(".")[0] == "jattn", frames))
+def not_inverted(who, what, x):
+    """Warns where `x`, True = may attend, is the inverse of a causal mask. Looked at where that costs little."""
+    T = max(x.shape[-2:], default=0)
+    # A few positions are an example, such as that of what True means.
+    if known(x) and x.shape[-2:] == (T, T) and T >= 8 and 0 < x.size <= 2**16:
+        if np.all(np.asarray(x) != np.tri(T, dtype=np.bool_)):
+            _warn(f"{who}: {what} shows a query the keys after it alone. True = may attend: pass ~{what}.")
+
+
+def _warn(text):
+    """Warns at the caller of the public function, however deep in here."""
+    frames = (frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(0))
+    depth = sum(1 for _ in itertools.takewhile(lambda name: name.partition(".")[0] == "jattn", frames))
+    warnings.warn(text, stacklevel=depth + 1)
 
 
 def random_key(who, what, x, hint=""):
     """`x`, one random key, as an array of words, uint32."""
-    x = array(who, what, x)
+    must = "a random key, from jax.random.key"
+    x = array(who, what, x, must)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         shape(who, what, x, (), {}, hint=hint)
         x = jax.random.key_data(x)
     if x.dtype != np.uint32 or x.ndim != 1:
-        raise _error(TypeError, who, what, "a random key, from jax.random.key", f"{x.dtype}{tupled(x.shape)}")
+        raise _error(TypeError, who, what, must, f"{x.dtype}{tupled(x.shape)}")
     return x
 
 
@@ -206,6 +234,11 @@ def size(who, what, x, at_least):
     """Asserts that `x` is an int of at least `at_least`."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer) or x < at_least:
         raise _error(ValueError, who, what, f"an int >= {at_least}", repr(x) if known(x) else "a traced array")
+
+
+def zero(x):
+    """Whether `x` is known to be 0."""
+    return known(x) and np.ndim(x) == 0 and x == 0
 
 
 def known(*trees):
@@ -228,16 +261,15 @@ def no_empty_rows(who, empty):
         checkify.check(~jnp.any(empty), message)
 
 
-def positive(who, what, x):
-    """`x`, a finite number > 0: now where it is known, as a NaN and a `debug_check` where it is traced."""
+def valid(who, what, x, holds, must, hint=""):
+    """`x`, a number that `holds`: now where it is known, as a NaN and a `debug_check` where it is traced."""
     if known(x):
         # NumPy, because inside a jit jnp makes tracers, of constants too.
         now = np.asarray(x)
-        if not (math.isfinite(now) and now > 0):
-            raise _error(ValueError, who, what, "finite and > 0", now, f"Pass None for no {what}.")
+        if not holds(now):
+            raise _error(ValueError, who, what, must, str(x), hint)
         return x
-    valid = debug_check(jnp.isfinite(x) & (x > 0), f"{who}: {what} must be finite and > 0.")
-    return jnp.where(valid, x, jnp.nan)
+    return jnp.where(debug_check(holds(x), f"{who}: {what} must be {must}."), x, jnp.nan)
 
 
 def tokens(who, what, x, axis, n):

@@ -32,6 +32,6 @@ def dropped(p, words, rate, pairs):
     bits, _ = threefry2x32_p.bind(*(jnp.broadcast_to(w, pairs.shape) for w in words), i, j)
     uniform = (bits >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
     rate = jax.lax.stop_gradient(rate)
-    # Nothing is kept at rate 1, and then there is nothing to scale.
-    kept = jnp.where(rate < 1, 1 / jnp.where(rate < 1, 1 - rate, 1), 0)
-    return jnp.where(uniform >= rate.astype(np.float32), p * kept, 0)
+    # Nothing is kept at rate 1, and then there is nothing to scale. A rate of NaN drops nothing, and is seen.
+    kept = jnp.where(rate < 1, 1 / jnp.where(rate < 1, 1 - rate, 1), rate - 1)
+    return jnp.where(uniform < rate.astype(np.float32), 0, p * kept)

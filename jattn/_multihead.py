@@ -235,6 +235,7 @@ def _tokens(params, x, context):
     tokens = {"x": x} if context is None else {"x": x, "context": context}
     arrays = _checks.one_floating_dtype(_WHO, **tokens, **arrays)
     x, context = arrays["x"], arrays.get("context")
+    _checks.heads(_WHO, params.query, sizes)
     _checks.rank(_WHO, "x", x, ("*B", "T", "F"), at_least=True)
     sizes["B"] = x.shape[:-2]
     _checks.shape(_WHO, "x", x, ("*B", "T", "F"), sizes)

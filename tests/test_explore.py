@@ -426,7 +426,8 @@ REFUSED = {
     "heads that do not group": (
         lambda: explore(np.ones((3, 3, 2)), np.ones((3, 2, 2)), np.ones((3, 2, 2))),
         ValueError,
-        "explore: N = 3 query heads is not a multiple of K = 2 key/value heads.",
+        "explore: N = 3 query heads is not a multiple of K = 2 key/value heads. Arrays are (*B, T, N, H): "
+        "of (*B, N, T, H) swap these axes, jnp.swapaxes(x, -3, -2).",
     ),
     "too many tokens": (
         lambda: explore(np.ones((129, 2)), X, X),

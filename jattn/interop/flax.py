@@ -4,6 +4,7 @@ import functools
 import operator
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -89,7 +90,8 @@ def flax_attention_fn(**options):
         for what, x in arrays.items():
             arrays[what] = _checks.array(_WHO, what, x)
             _checks.rank(_WHO, what, arrays[what], _attention.AXES[what], at_least=True)
-        dtype = jnp.result_type(*arrays.values()) if dtype is None else dtype
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = jnp.result_type(*arrays.values()) if dtype is None else dtype
         query, key, value = (x.astype(dtype) for x in arrays.values())
 
         if bias is None:
@@ -104,13 +106,14 @@ def flax_attention_fn(**options):
             rules.append(mask)
         elif mask is not None:
             mask, valid = _boolean(mask)
+            _checks.not_inverted(_WHO, "mask", mask)
             rules.append(masks.array(_lifted("mask", mask, query, key)))
-        if is_causal:
+        if _checks.flag(_WHO, "is_causal", is_causal):
             rules.append(masks.causal())
         mask = functools.reduce(operator.and_, rules) if rules else None
 
         dropout = {}
-        if not deterministic and dropout_rate != 0:
+        if not deterministic and not _checks.zero(dropout_rate):
             if broadcast_dropout:
                 hint = "jattn drops each weight by itself: pass broadcast_dropout=False to the layer."
                 raise ValueError(f"{_WHO}: broadcast_dropout must be False, got True with rate {dropout_rate}. {hint}")

@@ -4,7 +4,7 @@ import functools
 import operator
 
 from jattn import _checks, _rules, biases, masks
-from jattn._attention import attention
+from jattn._attention import attend_as
 
 _WHO = "dot_product_attention"
 
@@ -69,6 +69,8 @@ def dot_product_attention(
         [[[1.0, 0.0]], [[1.0, 0.0]]]
     """
     _checks.choice(_WHO, "implementation", implementation, (None, "xla", "cudnn"))
+    is_causal = _checks.flag(_WHO, "is_causal", is_causal)
+    return_residual = _checks.flag(_WHO, "return_residual", return_residual)
     arrays = _checks.one_floating_dtype(_WHO, query=query, key=key, value=value)
     lead = arrays["query"].shape[:-1]
     sizes = {}
@@ -76,7 +78,6 @@ def dot_product_attention(
         # One sequence may be written with or without its B, by each array for itself.
         arrays[what] = _lifted(what, arrays[what], axes, sizes, at_least=3 if sizes.get("B", 1) == 1 else 4)
         sizes |= dict(zip(axes, arrays[what].shape, strict=True))
-    _checks.heads(_WHO, arrays["query"], sizes)
 
     if bias is not None:
         bias = _logits_like("bias", _checks.floating(_WHO, "bias", bias, biases.NOT_FLOATING), sizes)
@@ -85,10 +86,13 @@ def dot_product_attention(
         _checks.shape(_WHO, "scale", scale, (), sizes)
 
     rules = []
+    if isinstance(mask, masks.Mask):
+        raise TypeError(f"{_WHO}: mask must be an array, got {mask!r}. jattn.attention takes rules.")
     if mask is not None:
         mask = _checks.boolean(_WHO, "mask", mask, masks.NOT_BOOLEAN)
         hint = "For a [B, S] padding mask pass mask[:, None, None, :] or key_value_seq_lengths." * (mask.ndim == 2)
         rules.append(masks.array(_logits_like("mask", mask, sizes, hint)))
+        _checks.not_inverted(_WHO, "mask", mask)
     if is_causal:
         rules.append(masks.causal())
     if local_window_size is not None:
@@ -98,7 +102,9 @@ def dot_product_attention(
     if key_value_seq_lengths is not None:
         rules.append(masks.lengths(key=_lengths("key_value_seq_lengths", key_value_seq_lengths, sizes)))
 
-    out = attention(
+    out = attend_as(
+        _WHO,
+        True,
         arrays["query"],
         arrays["key"],
         arrays["value"],
