@@ -819,18 +819,18 @@ def test_what_is_changed_is_all_that_is_wrong(form, way):
     way(form, form.good)
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("form, change, kind, text", CELLS.values(), ids=CELLS)
-def test_a_misuse_is_named(form, change, kind, text, way):
+def test_a_misuse_is_named(form, change, kind, text):
     changed = change(form)
     *_, got = [(), *(getattr(x, "shape", ()) for x in jax.tree.leaves(next(iter(changed.values()))))]
-    with pytest.raises(kind) as e:
-        way(form, form.good | changed)
-    assert str(e.value) == f"{form.who}: {text.format(got=got, **form.words)}"
-    # Not one of a kind that others raise, nor one of theirs by chance.
-    assert type(e.value) is kind
-    *_, (frame, _) = traceback.walk_tb(e.tb)
-    assert frame.f_globals["__name__"].partition(".")[0] == "jattn"
+    for way, called in WAYS.items():
+        with pytest.raises(kind) as e:
+            called(form, form.good | changed)
+        assert str(e.value) == f"{form.who}: {text.format(got=got, **form.words)}", way
+        # Not one of a kind that others raise, nor one of theirs by chance.
+        assert type(e.value) is kind, way
+        *_, (frame, _) = traceback.walk_tb(e.tb)
+        assert frame.f_globals["__name__"].partition(".")[0] == "jattn", way
 
 
 # What some functions alone can be given
@@ -1186,4 +1186,6 @@ def test_more_heads_than_tokens_are_warned_about_at_the_caller(name):
     swapped = {what: floats(1, 5, 300, x.shape[-1]) for what, x in form.good.items()}
     text = f"N = 300 query heads for T = 5 queries and S = 5 keys. {SWAP}"
     assert warned(form, **swapped) == [f"{form.who}: {text}"]
-    form.call(**{what: x[:, :, :256] for what, x in swapped.items()})
+    # As many as others have, or as there are tokens.
+    for shape in ((1, 5, 256), (1, 300, 300)):
+        WAYS["traced"](form, {what: floats(*shape, x.shape[-1]) for what, x in form.good.items()})

@@ -166,7 +166,7 @@ function start() {
 
   // The matrix in its canvas: the sides of a cell and of the labels.
   const cell = Math.max(6, Math.min(26, Math.floor(560 / Math.max(T, S))));
-  const side = Math.min(100, 16 + 7 * Math.max(...[...tokens, ...keyTokens].map((t) => short(t).length), 5));
+  const side = Math.min(100, 16 + 7 * Math.max(...[...tokens, ...keyTokens].map((t) => short(t).length), 6));
 
   function drawMatrix() {
     const canvas = $("matrix");
