@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.custom_derivatives import SymbolicZero
 
 from jattn import _dropout, _visible
 
@@ -232,44 +231,18 @@ def sums(x, pairs, visible, rows, stats):
     """Sums over this tile's keys, with the peaks of its rows fixed, given the tile's own inputs."""
     own = logits(x, visible)
     p, shifted = weights(x, own, visible, rows.peak)
-    keys = p.sum(1)
-    whole = total(x, rows, keys) if rows.total is None else rows.total
-    acc = mixed(kept(x, pairs, p), x.value, visible, whole, x.operands)
+    mixed = kept(x, pairs, p)
+    if rows.total is None or not x.operands.rounded:
+        acc = _visible.mix(mixed, x.value, visible, x.operands)
+    else:
+        # So that what flows back to the product is the cotangent of the output, of the dtype that operands are rounded
+        # to, and not its quotient by the total, which would be rounded and cancel less of what else flows back.
+        whole = jnp.where(rows.total > 0, rows.total, 1)[:, None]
+        acc = whole * _visible.mix(mixed * (1 / whole), x.value, visible, x.operands)
     if not stats:
-        return Sums(acc, keys, None, None)
+        return Sums(acc, p.sum(1), None, None)
     rise = jnp.where(tied(x, own, visible, rows.largest), own - jax.lax.stop_gradient(own), 0).sum(1) / rows.ties
-    return Sums(acc, keys, moment(p, shifted).sum(1), rise)
-
-
-def mixed(p, value, visible, whole, operands):
-    """p @ value, given the sum of the row that p is a part of, `whole`.
-
-    Where operands are rounded, derivatives are taken of whole * (p / whole @ value). What then flows back to the
-    product is the cotangent of the output, of their dtype, and not its quotient by the sum, which would be rounded.
-    """
-    if not operands.rounded:
-        return _visible.mix(p, value, visible, operands)
-    whole = jax.lax.stop_gradient(whole)
-    return _mixed(p, value, visible, jnp.where(whole > 0, whole, 1)[:, None], operands)
-
-
-@jax.custom_jvp
-def _mixed(p, value, visible, whole, operands):
-    return _visible.mix(p, value, visible, operands)
-
-
-def _mixed_jvp(primals, tangents):
-    p, value, visible, whole, operands = primals
-    moving = {n: d for n, d in enumerate(tangents[:2]) if not isinstance(d, SymbolicZero)}
-
-    def share(moving):
-        x = {0: p, 1: value} | moving
-        return whole * _visible.mix(x[0] / whole, x[1], visible, operands)
-
-    return _mixed(*primals), jax.jvp(share, ({n: primals[n] for n in moving},), (moving,))[1]
-
-
-_mixed.defjvp(_mixed_jvp, symbolic_zeros=True)
+    return Sums(acc, p.sum(1), moment(p, shifted).sum(1), rise)
 
 
 def kept(x, pairs, p):

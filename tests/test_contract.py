@@ -885,9 +885,10 @@ def test_long_half_precision_sums_are_taken_in_float32(engine):
     )
 
 
-def test_what_flows_back_to_a_bfloat16_value_is_rounded_once(engine):
+def test_what_flows_back_to_a_bfloat16_value_of_a_tile_is_rounded_once():
     query, key, value = (normal(i, *shape).astype(jnp.bfloat16) for i, shape in enumerate([(1, H), (41, H), (41, D)]))
-    gradient = jax.grad(lambda value: attend(query, key, value, sink=0.3, **engine).astype(jnp.float32).sum())(value)
+    tiles = {"sink": 0.3, "method": "blockwise", "block_size": (4, 3)}
+    gradient = jax.grad(lambda value: attend(query, key, value, **tiles).astype(jnp.float32).sum())(value)
     exps = np.exp(np.asarray(key, np.float64) @ np.asarray(query, np.float64)[0] / np.sqrt(H))
     weights = (exps / (exps.sum() + np.exp(0.3))).astype(jnp.bfloat16)
     np.testing.assert_array_equal(gradient.astype(jnp.float32), np.repeat(weights[:, None].astype(np.float32), D, 1))

@@ -8,12 +8,14 @@ attention, where terms cancel. Peers run as they do in `peers.py`. It takes ten 
 What the tables show, and why. Rounding a logit of size L changes a weight by L units: from 1e3 on this is the error of
 every contender. jax.nn takes float64's softmax in float32. Of bfloat16, weights and what flows back are rounded to meet
 the inputs in products, as in torch and jax.nn, because machines that have such products have them many times faster;
-tokamax multiplies in float32 here, and is up to twice as exact. A product of 4 queries and a tile of keys, inside a
-loop, adds its 64 terms in another order than one outside: XLA:CPU makes its logits a third less exact (1.2 units
-against 0.9, root mean square), which the sums of few queries, d key and d value, show; those of 128 queries do not.
-Where one key has all the weight, what flows back to the logits is a difference of equal numbers: half a unit here and
-in torch, which take it from the output, and 0 in jax.nn, which takes it from the weights. XLA makes 0 of numbers below
-the normal ones, and torch does not: of an entropy as small as that, the sum of many such, a few units are lost.
+tokamax multiplies in float32 here, and is up to twice as exact. jattn's dense engine also rounds the quotient of what
+flows back by a row's total; the blockwise one divides the weights instead, whose total it knows by then. A product of 4
+queries and a tile of keys, inside a loop, adds its 64 terms in another order than one outside: XLA:CPU makes its logits
+a third less exact (1.2 units against 0.9, root mean square), which the sums of few queries, d key and d value, show;
+those of 128 queries do not. Where one key has all the weight, what flows back to the logits is a difference of equal
+numbers: half a unit here and in torch, which take it from the output, and 0 in jax.nn, which takes it from the weights.
+XLA makes 0 of numbers below the normal ones, and torch does not: of an entropy as small as that, the sum of many such,
+a few units are lost.
 """
 
 import functools
