@@ -33,5 +33,5 @@ def dropped(p, words, rate, pairs):
     uniform = (bits >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
     rate = jax.lax.stop_gradient(rate)
     # Nothing is kept at rate 1, and then there is nothing to scale.
-    kept = jnp.where(rate < 1, 1 / jnp.where(rate < 1, 1 - rate, 1), 0)
+    kept = 1 / jnp.where(rate < 1, 1 - rate, 1)
     return jnp.where(uniform >= rate.astype(np.float32), p * kept, 0)
