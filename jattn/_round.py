@@ -30,20 +30,28 @@ def folded(axis_name, visit, state, block, narrow):
 
     `narrow` are dtypes that hold the first leaves of the block without rounding: they travel in these.
     """
+    state, block = _visited(axis_name, visit, state, block, narrow, lax.axis_size(axis_name) - 1)
+    # The last one goes nowhere.
+    return visit(state, block)
+
+
+def _visited(axis_name, visit, state, block, narrow, times):
+    """`state` after so many blocks, and the next one."""
     leaves, tree = jax.tree.flatten(block)
     wide = [x.dtype for x in leaves]
     dtypes = list(zip([*narrow, *wide[len(narrow) :]], wide, strict=True))
+
+    def unpacked(parcels):
+        return tree.unflatten(_each(_unpacked, parcels, dtypes))
 
     def step(carry, _):
         state, parcels = carry
         # The next block is under way while this one is used.
         following = [_sent(axis_name, x) for x in parcels]
-        return (visit(state, tree.unflatten(_each(_unpacked, parcels, dtypes))), following), None
+        return (visit(state, unpacked(parcels)), following), None
 
-    parcels = _each(_packed, leaves, dtypes)
-    state, parcels = lax.scan(step, (state, parcels), None, length=lax.axis_size(axis_name) - 1)[0]
-    # The last one goes nowhere.
-    return visit(state, tree.unflatten(_each(_unpacked, parcels, dtypes)))
+    state, parcels = lax.scan(step, (state, _each(_packed, leaves, dtypes)), None, length=times)[0]
+    return state, unpacked(parcels)
 
 
 def _each(f, leaves, dtypes):
@@ -96,7 +104,8 @@ def _whole(*args, jaxpr, travelling, axis_name, narrow):
         sums = [x + y for x, y in zip(sums, jaxpr_as_fun(jaxpr)(*block, *staying), strict=True)]
         return [*(_sent(axis_name, x) for x in sums[:n_out]), *sums[n_out:]]
 
-    return folded(axis_name, visit, sums, block, narrow)
+    # The block goes home, as its sums do: one step more, outside the loop, would need memory of its own.
+    return _visited(axis_name, visit, sums, block, narrow, lax.axis_size(axis_name))[0]
 
 
 def _abstract(*args, jaxpr, **params):

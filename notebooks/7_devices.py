@@ -83,12 +83,12 @@ for gradient in (False, True):
     print("with gradient:" if gradient else "forward:", sum(n for _, n in sent), "arrays of", sent[0][0], "bytes")
 
 # %% [markdown]
-# Keys and values, seven times, and every device has seen them; backward keys and values again, and with them their
-# gradients, which collect something at each device and come home: eight times.
+# Keys and values, seven times, and every device has seen them; backward they go eight times and come home, and with
+# them their gradients, which collect something at each device.
 #
 # The arithmetic needs care. XLA counts the body of a loop *once*, however often it goes round. So the program above was
-# made with one tile to a part: its loop over devices is the only one that goes round, P - 1 times, and the last step
-# stands behind it. It counts two steps, of P. A program without loops can tell whether that is right.
+# made with one tile to a part: its loops over devices are the only ones that go round. Forward that is P - 1 times, and
+# the last step stands behind it. It counts two steps, of P. A program without loops can tell whether that is right.
 
 # %%
 flops = 8 / 2 * scale.program(T, 8, tile=T // 8, **sizes).cost_analysis()["flops"]
@@ -119,8 +119,7 @@ for gradient in (False, True):
 #
 # - arithmetic: 2 FLOPs a feature for query·key and 2 for weights·value, over T·T pairs, shared by P. Backward five such
 #   products, 10 more. Half of it under a causal mask that is balanced;
-# - bytes sent: keys and values of T / P tokens, P - 1 times. Backward the same again, and their gradients, in float32,
-#   P times;
+# - bytes sent: keys and values of T / P tokens, P - 1 times. Backward P times, and their gradients, in float32, too;
 # - bytes held: arguments, results, sums in float32, and two of everything that travels;
 # - time: the longer of arithmetic and sending where they overlap, their sum where they don't.
 #

@@ -35,12 +35,13 @@ def ring(T, P, *, N, K, H, size, gradient=False, causal=False, tile=512):
     # Forward: query·key and weights·value, 2 FLOPs for each feature. Backward: query·key again, and the two products
     # that each of them turns into.
     flops = (14 if gradient else 4) * T * n * N * H / (2 if causal else 1)
-    # Keys and values come past every device. Backward, they do it again, and their gradients, in float32, come home.
-    sent = keys * ((P - 1) * 2 * size + P * wide if gradient else (P - 1) * size)
+    # Keys and values come past every device. Backward, they come home, and their gradients with them, in float32.
+    sent = keys * ((P - 1) * size + (P * (size + wide) if gradient else 0))
     # In: query, key, value, backward the output's gradient. Out: the output, or gradients of query, key and value.
     outside = size * (3 * tokens + 2 * keys if gradient else 2 * tokens + keys)
-    # Sums; what is used and what is under way; of halves, queries and the output's gradient; two arrays of a tile.
-    again = (2 if gradient else 1) if size < wide else 0
+    # Sums; what is used and what is under way; backward, of halves, queries and the output's gradient; two arrays of a
+    # tile.
+    again = 2 if gradient and size < wide else 0
     inside = (1 + again) * tokens + (4 if gradient else 2) * keys + 2 * N * min(tile, n) ** 2
     return Cost(flops, sent, outside + wide * inside)
 
@@ -91,13 +92,15 @@ def program(T, P, *, N, K, H, size=4, gradient=False, tile=None) -> Any:
 def counted(T, P, *, gradient=False, tile, **sizes):
     """`Cost` by the compiler's own counts.
 
-    Of a loop it counts one step: so a step is all that two parts share, and of P steps one in the loop counts, and the
-    last, which is outside.
+    Of a loop it counts one step: so a step is all that two parts share. Forward two of P steps count, one in the loop
+    and the last, which is outside; backward one.
     """
-    steps = program(T, P, gradient=gradient, tile=T // P, **sizes)
+    steps, forward = (program(T, P, gradient=g, tile=T // P, **sizes) for g in (gradient, False))
+    each = forward.cost_analysis()["flops"]
+    flops = P / 2 * each + P * (steps.cost_analysis()["flops"] - each)
     memory = program(T, P, gradient=gradient, tile=tile, **sizes).memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return Cost(P / 2 * steps.cost_analysis()["flops"], sum(size * times for size, times in sends(steps)), held)
+    return Cost(flops, sum(size * times for size, times in sends(steps)), held)
 
 
 def sends(program):

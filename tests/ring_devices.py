@@ -281,7 +281,7 @@ def memory_is_that_of_a_part(n):
 
 
 def blocks_are_sent_in_time_and_no_further_than_they_are_used(n):
-    """Keys and values in their own dtype, P - 1 times; their gradients in float32, and home."""
+    """Keys and values in their own dtype, P - 1 times, and backward P times; their gradients in float32, likewise."""
     f = on(n, lambda *x: around(*x, masks.causal()), (TOKENS,) * 3)
     gradient = jax.grad(lambda *x: squares(f(*x)), (0, 1, 2))
     loops = [eqns for body in _bodies(jax.make_jaxpr(f)(*inputs())) for eqns in _loops(body) if "ppermute" in eqns]
@@ -289,8 +289,8 @@ def blocks_are_sent_in_time_and_no_further_than_they_are_used(n):
     assert [eqns[:3] for eqns in loops] == [["ppermute"] * 3] and "ppermute" not in loops[0][3:]
     for dtype, own in ((np.float32, "f32"), (jnp.bfloat16, "u16")):
         part = B * T // n * K * (H + D)
-        keys, gradients = collections.Counter({own: (n - 1) * part}), collections.Counter({"f32": n * part})
-        for call, sent in ((f, keys), (gradient, keys + keys + gradients)):
+        forward, backward = (collections.Counter({own: times * part}) for times in (n - 1, n))
+        for call, sent in ((f, forward), (gradient, forward + backward + collections.Counter({"f32": n * part}))):
             compiled = jax.jit(call).lower(*inputs(dtype=dtype)).compile().as_text()
             found = sends(compiled)
             # The places where keys are stored.

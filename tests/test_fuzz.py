@@ -301,9 +301,7 @@ def cases(draw):
     tiles = (pick(1, 2, 3, 5, 8, 16, 64), pick(1, 2, 3, 5, 8, 16, 64))
     derivative = pick(None, None, "vjp", "vjp", "jvp", "hvp", "grad of grad") if call != "weights" else None
     engine = pick((), (("method", "dense"),), (("method", "blockwise"), ("block_size", tiles)))
-    # Through a scan, jax 0.10 has no second derivatives of the blockwise engine: `test_contract.py` says so.
-    lacking = jax.__version_info__ < (0, 12) and len(engine) == 2 and level in ("scan", "map")
-    derivative = "vjp" if derivative in SECOND and (dtype != "float64" or lacking) else derivative
+    derivative = "vjp" if derivative in SECOND and dtype != "float64" else derivative
     rate = pick(0.0, 0.0, 0.0, 0.4, 1.0, 0.9) if call != "weights" and not rolling else 0.0
     return Case(
         call=call,

@@ -15,9 +15,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 T, TILE, SIZES = 4096, 32, {"N": 4, "K": 2, "H": 64}
 
-# Counted / model. Softmax is not in the model's FLOPs; how memory is laid out, a compiler decides: that of jax 0.12 was
-# seen to take 0.92 to 1.07 of the model, that of 0.10 took 0.99 to 1.21.
-MOST_HELD = 1.1 if jax.__version_info__ >= (0, 12) else 1.25
+# Counted / model. Softmax is not in the model's FLOPs; how memory is laid out, a compiler decides: that of 0.10 keeps
+# more of the last step of a forward pass, which stands outside the loop.
+NEW = jax.__version_info__ >= (0, 12)
+MOST_HELD = 1.1 if NEW else 1.3
 BOUNDS = {"flops": (1.0, 1.06), "sent": (1.0, 1.0), "held": (0.9, MOST_HELD)}
 CASES = [(P, gradient, size) for P, size in ((2, 4), (4, 4), (8, 4), (8, 2)) for gradient in (False, True)]
 # (N, K, size) of those on 8 devices that trade heads for tokens.
@@ -59,7 +60,7 @@ def test_what_is_traded_is_what_compiled_programs_count(counts, N, K, size):
 
 
 def test_temporaries_of_one_of_eight_devices_are_a_fraction_of_those_of_one(counts):
-    for (alone, one_of_eight), most in zip(counts[1], (0.2, 0.3), strict=True):
+    for (alone, one_of_eight), most in zip(counts[1], (0.2 if NEW else 0.3, 0.3), strict=True):
         assert one_of_eight < most * alone
 
 
@@ -71,7 +72,7 @@ def test_what_a_device_sends_and_does_by_hand():
     assert cost.flops == 2 * (2 * 10) * 2 * 3 * 2
     assert scale.ring(10, 5, causal=True, **sizes).flops == cost.flops / 2
     backward = scale.ring(10, 5, gradient=True, **sizes)
-    assert backward.sent == 2 * cost.sent + 5 * (2 * 3 * 4 + 2 * 3 * 4)
+    assert backward.sent == cost.sent + 5 * (2 * 3 * (2 + 4) + 2 * 3 * (2 + 4))
     assert backward.flops == 3.5 * cost.flops
 
 
