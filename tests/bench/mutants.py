@@ -65,7 +65,10 @@ GUARDS = {
         "tests/test_contract.py -k 'not blockwise and (raise or softcap)'",
         "tests/test_masks.py -k refused",
     ],
-    "_dropout": ["tests/test_contract.py -k dropout", "tests/test_blockwise.py -k dropout"],
+    "_dropout": [
+        "tests/test_contract.py -k 'dense and (dropout_bits or drops_as or keeps_the_mean or rate_0)'",
+        "tests/test_contract.py -k 'not dense and (dropout_bits or rate_0)'",
+    ],
     "_slices": ["tests/test_blockwise.py -k 'sizes_change or not_read or one_query'", _TILES],
     "_rotary": ["tests/test_rotary.py jattn/_rotary.py"],
     "_cache": ["tests/test_cache.py jattn/_cache.py"],
