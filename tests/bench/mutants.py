@@ -43,7 +43,10 @@ GUARDS = {
     "_plan": ["tests/test_blockwise.py -k 'plan or sizes_change or not_read or skips'", _TILES],
     "_blockwise": [_TILES, "tests/test_blockwise.py -k 'plan or sizes_change or not_read or skips or third'"],
     "_visible": [_OPTIONS, _EDGES, "tests/test_contract.py -k 'one_query or many_numbers or vmap'", _TILES],
-    "_rows": ["tests/test_rows.py jattn/_rows.py"],
+    "_rows": [
+        "tests/test_rows.py -k 'edges or axis or raise or refused or entropies'",
+        "tests/test_rows.py jattn/_rows.py",
+    ],
     "_rules": ["tests/test_masks.py tests/test_biases.py -k 'not derivatives'", _OPTIONS],
     "masks": ["tests/test_masks.py jattn/masks.py", "tests/test_blockwise.py -k plan"],
     "biases": ["tests/test_biases.py jattn/biases.py", "tests/test_contract.py -k 'dense and (table or returns)'"],
@@ -62,7 +65,10 @@ GUARDS = {
         "tests/test_contract.py -k 'not blockwise and (raise or softcap)'",
         "tests/test_masks.py -k refused",
     ],
-    "_dropout": ["tests/test_contract.py -k dropout", "tests/test_blockwise.py -k dropout"],
+    "_dropout": [
+        "tests/test_contract.py -k 'dense and (dropout_bits or drops_as or keeps_the_mean or rate_0)'",
+        "tests/test_contract.py -k 'not dense and (dropout_bits or rate_0)'",
+    ],
     "_slices": ["tests/test_blockwise.py -k 'sizes_change or not_read or one_query'", _TILES],
     "_rotary": ["tests/test_rotary.py jattn/_rotary.py"],
     "_cache": ["tests/test_cache.py jattn/_cache.py"],
@@ -253,18 +259,18 @@ def mutants(source):
 
 
 def difference(old, new):
-    """The lines that differ, with their number."""
-    blocks = difflib.SequenceMatcher(None, old := old.splitlines(), new := new.splitlines(), False).get_opcodes()
-    for tag, i, j, k, m in blocks:
-        if tag != "equal":
-            return i + 1, [line.strip() for line in old[i:j]], [line.strip() for line in new[k:m]]
+    """Where they differ, in one place: the number of the line, the old lines and the new ones."""
+    old, new = old.splitlines(), new.splitlines()
+    blocks = difflib.SequenceMatcher(None, old, new, False).get_opcodes()
+    i, j, k, m = next(block[1:] for block in blocks if block[0] != "equal")
+    return i + 1, [line.strip() for line in old[i:j]], [line.strip() for line in new[k:m]]
 
 
 def passes(guards, folder, limit, environment):
     """Whether all guards pass within seconds."""
     stop = time.monotonic() + limit
     for guard in guards:
-        command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", *shlex.split(guard)]
+        command = [sys.executable, "-m", "pytest", "-xq", "-rfE", "-p", "no:cacheprovider", *shlex.split(guard)]
         to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         run = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **to)
         try:
