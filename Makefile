@@ -33,7 +33,7 @@ lessons: $(READY) $(MINILM)  ## execute the lessons and write them with their ou
 test: $(READY) $(MINILM)  ## run the tests and the examples in the docstrings
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
-fuzz: $(READY)  ## try thousands of random combinations against the reference, others each time; ten minutes
+fuzz: $(READY)  ## try thousands of random combinations against the reference, others each time; half an hour
 	$(BIN)/python -m pytest --hypothesis-profile=fuzz --hypothesis-show-statistics tests/test_fuzz*.py $(ARGS)
 
 models: $(READY) $(MINILM) $(SMOLLM2)  ## run MiniLM and SmolLM2 on jattn, then all their tests; two minutes

@@ -394,8 +394,8 @@ def data(c, draw):
     if c.softcap == "traced":
         args["softcap"] = np.asarray(1 + rng.random())
     if kind == "bad" and c.bias and c.bias[0] in ("array", "holes"):
-        at = rng.random(bias[1].shape) < 0.5 / max(bias[1].size, 1)
-        bias[1][at] = rng.choice([NAN, INF])
+        leaf: Any = bias[1]
+        leaf[rng.random(leaf.shape) < 0.5 / max(leaf.size, 1)] = rng.choice([NAN, INF])
     others = {}
     if c.rows:
         others["rows"] = rng.integers(0, max(c.T, 1), 3 * (c.T > 0)).astype(np.int32)

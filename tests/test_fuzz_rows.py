@@ -177,23 +177,21 @@ def program(c):
 
     one = jax.checkpoint(one) if c.checkpoint else one
     at = c.mapped if c.where else None
-    if not c.level:
-        whole = one
-    elif c.level == "map":
 
-        def whole(x, where):
-            front = jnp.moveaxis(x, c.mapped, 0)
-            if not c.where:
-                return jax.lax.map(lambda x: one(x, where), front)
-            where = jnp.broadcast_to(jnp.moveaxis(where, c.mapped, 0), (front.shape[0], *where.shape[: c.mapped],
+    def looped(x, where):
+        front = jnp.moveaxis(x, c.mapped, 0)
+        if not c.where:
+            return jax.lax.map(lambda x: one(x, where), front)
+        where = jnp.broadcast_to(jnp.moveaxis(where, c.mapped, 0), (front.shape[0], *where.shape[: c.mapped],
                                                                        *where.shape[c.mapped + 1 :]))  # fmt: skip
-            return jax.lax.map(lambda both: one(*both), (front, where))
-    else:
+        return jax.lax.map(lambda both: one(*both), (front, where))
 
-        def whole(x, where):
-            if c.where and where.shape[c.mapped] == 1 != x.shape[c.mapped]:
-                return jax.vmap(one, (c.mapped, None))(x, where.squeeze(c.mapped))
-            return jax.vmap(one, (c.mapped, at))(x, where)
+    def vectorised(x, where):
+        if c.where and where.shape[c.mapped] == 1 != x.shape[c.mapped]:
+            return jax.vmap(one, (c.mapped, None))(x, where.squeeze(c.mapped))
+        return jax.vmap(one, (c.mapped, at))(x, where)
+
+    whole = {None: one, "map": looped, "vmap": vectorised}[c.level]
 
     def run(x, where, tangent, ct):
         g = lambda x: whole(x, where)  # noqa: E731
