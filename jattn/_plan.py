@@ -96,12 +96,14 @@ class Plan(NamedTuple):
     """The tiles to visit, as int32 (n, 2), in the order of their queries, and what each tile is.
 
     `kinds` is int32 (query tiles, key tiles), NumPy where it is known at trace time. Then no empty tile is visited.
+    `full` says whether any tile may be.
     """
 
     queries: Axis
     keys: Axis
     steps: np.ndarray
     kinds: Any
+    full: bool
 
 
 def plan(x, block):
@@ -117,11 +119,12 @@ def plan(x, block):
         known = known & x.mask.bounds(all_tiles, static=True)[0]
     if x.bias is not None:
         # It may be -inf anywhere.
-        every = every & False
+        every = np.zeros_like(known)
+    full = not isinstance(every, np.ndarray) or bool(every.any())
     some, every = some & known, some & known & every
     xp = jnp if isinstance(every, jax.Array) else np
     kinds = xp.where(every, np.int32(FULL), xp.where(some, np.int32(PARTIAL), np.int32(EMPTY)))
-    return Plan(queries, keys, np.argwhere(known).astype(np.int32), kinds)
+    return Plan(queries, keys, np.argwhere(known).astype(np.int32), kinds, full)
 
 
 def walk(plan):
@@ -135,7 +138,8 @@ def walk(plan):
     kinds = common_kind(plan.kinds)[i, j]
     rows = jnp.stack([i, j, jnp.maximum(kinds - PARTIAL, 0)], 1)
     some = kinds != EMPTY
-    return grid, _walk.Steps(rows[jnp.argsort(~some, stable=True)], some.sum(dtype=np.int32)), [PARTIAL, FULL]
+    steps = _walk.Steps(rows[jnp.argsort(~some, stable=True)], some.sum(dtype=np.int32))
+    return grid, steps, [PARTIAL, FULL] if plan.full else [PARTIAL]
 
 
 def pairs(x, plan, i, j, kind):
