@@ -243,7 +243,8 @@ def size(who, what, x, at_least):
 
 def zero(x):
     """Whether `x` is known to be 0."""
-    return known(x) and np.ndim(x) == 0 and x == 0
+    # NumPy's, because inside a jit jnp makes tracers, of what is known too.
+    return known(x) and np.ndim(x) == 0 and np.asarray(x) == 0
 
 
 def known(*trees):

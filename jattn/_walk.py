@@ -103,6 +103,8 @@ def _part_avals(arrays, cuts, grid):
 def _run(steps, functions, outs, args, grid, cuts, out_cuts):
     """`outs` after each step's function(i, j, parts of the outs, parts of the args) has replaced their parts."""
     rows, *count = steps
+    if not len(rows):
+        return outs
 
     def body(n, outs):
         i, j, which = rows[n]

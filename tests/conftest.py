@@ -36,12 +36,15 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-
 
 def pytest_addoption(parser):
     parser.addoption("--everything", action="store_true", help="run every case on every engine, and the slow tests")
+    parser.addoption("--share", type=int, default=1, help="run every test, but of its cases one in so many")
 
 
 def pytest_terminal_summary(terminalreporter, config):
     if not config.getoption("--everything"):
         left_out = "eleven in twelve blockwise cases, the lessons and the counts of lesson 7, and SmolLM2 (make models)"
         terminalreporter.write_line(f"Left out without --everything: {left_out}.")
+    if (share := config.getoption("--share")) > 1:
+        terminalreporter.write_line(f"Of the cases of each test one in {share} ran (--share).")
 
 
 def pytest_runtest_teardown(item):
@@ -56,18 +59,26 @@ def pytest_runtest_teardown(item):
 
 
 def pytest_collection_modifyitems(config, items):
+    left_out = set()
+    for of_one in _cases(items, lambda engine: True):
+        left_out |= {item for i, item in enumerate(of_one) if i % config.getoption("--share")}
     # Blockwise programs take seconds to compile, and cases beside each other share them: on that engine each test runs
     # its first case and a twelfth of the others, unless all are asked for. So are slow tests.
-    if config.getoption("--everything"):
-        return
-    cases = {}
-    for item in items:
-        if hasattr(item, "callspec") and item.callspec.params.get("engine") == "blockwise":
-            cases.setdefault(item.function, []).append(item)
-    left_out = {item for of_one in cases.values() for item in of_one[max(1, len(of_one) // 12) :]}
-    left_out |= {item for item in items if item.get_closest_marker("slow")}
+    if not config.getoption("--everything"):
+        for of_one in _cases(items, lambda engine: engine == "blockwise"):
+            left_out |= set(of_one[max(1, len(of_one) // 12) :])
+        left_out |= {item for item in items if item.get_closest_marker("slow")}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def _cases(items, wanted):
+    """The cases of each test with parameters, on each engine that is wanted."""
+    cases = {}
+    for item in items:
+        if hasattr(item, "callspec") and wanted(engine := item.callspec.params.get("engine")):
+            cases.setdefault((item.function, engine), []).append(item)
+    return cases.values()
 
 
 @pytest.fixture(params=ENGINES)

@@ -119,6 +119,8 @@ def test_the_plot_is_small_and_its_text_is_text(tmp_path):
 def test_the_tables_of_errors_have_small_ones_and_the_peers_beside(capsys, elsewhere, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(Path(peers.__file__).parent))
     monkeypatch.setitem(sys.modules, "peers", peers)
+    # Afresh: another test may have imported it beside other peers.
+    monkeypatch.delitem(sys.modules, "numerics", raising=False)
     numerics = importlib.import_module("numerics")
     monkeypatch.setattr(numerics, "SCALES", (1.0,))
     monkeypatch.setattr(numerics, "FEW", (1.0,))
