@@ -298,6 +298,16 @@ def test_tiles_without_a_visible_pair_are_not_read(f, args, tiles):
     assert visits(f, *args) == tiles
 
 
+def test_full_tiles_are_read_without_their_mask():
+    def cases(mask):
+        q = normal(0, 64, 2, 4)
+        f = jax.jit(lambda q: jattn.attention(q, q, q, mask, method="blockwise", block_size=(8, 8)))
+        return f.lower(q).as_text().count("stablehlo.case")
+
+    # One more than for a rule of which no tile is known to be full: which kind of tile this is.
+    assert cases(masks.causal()) == cases(masks.rule(lambda q, k: q >= k)) + 1
+
+
 def test_the_backward_pass_skips_them_too():
     def gradient(c, n):
         q = normal(0, 64, 2, 4)

@@ -86,7 +86,10 @@ GUARDS = {
 }
 
 # Mutants that change nothing that a caller can see: (module, the changed line) and why.
-EQUIVALENT: dict[tuple[str, str], str] = {}
+EQUIVALENT: dict[tuple[str, str], str] = {
+    ("_dropout", "uniform = (bits >> (8)).astype(np.float32) * np.float32(2**-24)"): "a Python 8 is a uint32 here",
+    ("_rules", "got = (indices)"): "what is known is no tracer, and has the same least and greatest either way",
+}
 
 OPERATORS = {
     ast.Lt: ("<", "<=", ">="),
