@@ -1405,15 +1405,11 @@ def test_dropout_bits_are_the_same_however_they_are_asked_for(engine):
 
 
 def test_the_bits_of_a_key_are_its_own_whatever_jax_makes_keys_of(engine):
-    key, query, value = jax.random.key(3), np.zeros((2, T, 1)), np.broadcast_to(np.eye(S), (2, S, S))
-
-    def of_heads():
-        x = np.zeros((2, S, 1))
-        return attention(*(np.moveaxis(y, 0, 1) for y in (query, x, value)), dropout_rate=0.5, dropout_rng=key, **engine)
-
-    plain = of_heads()
+    how = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(3), **engine}
+    args = np.zeros((T, 2, 1)), np.zeros((S, 2, 1)), np.ones((S, 2, S)) * np.eye(S)[:, None]
+    plain = attention(*args, **how)
     with jax.default_prng_impl("rbg"):
-        np.testing.assert_array_equal(of_heads(), plain)
+        np.testing.assert_array_equal(attention(*args, **how), plain)
 
 
 def test_dropout_bits_do_not_depend_on_how_many_queries_and_keys_there_are(engine):
