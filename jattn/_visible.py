@@ -227,11 +227,12 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
             return jnp.where(seen[..., None], jnp.nan, product(clean))
 
         if not few:
-            return jax.lax.cond(bad().any(), careful, lambda: product(y))
+            return jax.lax.cond(bad().any(), lambda: like(careful(), y), lambda: like(product(y), y))
         out = product(y)
     # For few queries, to look for what is not finite costs as much as the product. But whatever it sums, with weight 0
     # too, shows in it. A sum tells, because XLA:CPU forgets a NaN in a maximum over 4096 numbers or more.
-    return jax.lax.cond(jnp.isnan((out * 0).sum()), careful, lambda: out) if few else out
+    # Branches are `like` y because jax 0.10 forgets what an empty array varies over.
+    return jax.lax.cond(jnp.isnan((out * 0).sum()), lambda: like(careful(), y), lambda: like(out, y)) if few else out
 
 
 def _abstract(*operands, **params):
