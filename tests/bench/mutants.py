@@ -70,7 +70,7 @@ GUARDS = {
         "tests/test_contract.py -k 'not dense and (dropout_bits or rate_0)'",
     ],
     "_walk": ["tests/test_blockwise.py -k 'sizes_change or not_read or third'", _TILES],
-    "_linear": ["tests/test_blockwise.py -k 'sizes_change or third'"],
+    "_linear": ["tests/test_blockwise.py -k 'sizes_change or third'", "tests/test_contract.py -k shard_map"],
     "_rotary": ["tests/test_rotary.py jattn/_rotary.py"],
     "_cache": ["tests/test_cache.py jattn/_cache.py"],
     "_multihead": ["tests/test_multihead.py jattn/_multihead.py"],
