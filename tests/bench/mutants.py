@@ -39,7 +39,7 @@ _WEIGHTS = "tests/test_contract.py -k 'weights or rows or merging or part or mer
 GUARDS = {
     "_tile": [_OPTIONS, _EDGES, "tests/test_trace.py", _TILES],
     "_dense": [_OPTIONS, _WEIGHTS, _EDGES],
-    "_online": ["tests/test_contract.py -k 'merging or part or merge'", _TILES, _MISUSE + " -k merge"],
+    "_online": ["tests/test_contract.py -k 'merging or part or merge'", _TILES, _MISUSE + " -k another"],
     "_plan": ["tests/test_blockwise.py -k 'plan or sizes_change or not_read or skips'", _TILES],
     "_blockwise": [_TILES, "tests/test_blockwise.py -k 'plan or sizes_change or not_read or skips or third'"],
     "_visible": [_OPTIONS, _EDGES, "tests/test_contract.py -k 'one_query or many_numbers or vmap'", _TILES],
