@@ -84,7 +84,6 @@ _ROWS = ((0, QUERIES),)
 
 
 def _bound(primitive, grid, steps, functions, arrays, cuts, n):
-    arrays = [jnp.asarray(x) for x in arrays]
     steps = [jnp.asarray(x) for x in steps if x is not None]
     jaxprs = _jaxprs(functions, [jax.typeof(steps[0]).update(shape=())] * 2, _part_avals(arrays, cuts, grid))
     out_cuts = (_ROWS,) * (len(jaxprs[0].out_avals) if n is None else n)
