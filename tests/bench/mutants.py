@@ -89,6 +89,7 @@ GUARDS = {
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("_dropout", "uniform = (bits >> (8)).astype(np.float32) * np.float32(2**-24)"): "a Python 8 is a uint32 here",
     ("_walk", "mlir.register_lowering(p, mlir.lower_fun(run))"): "several results are what lower_fun expects by itself",
+    ("interop/jax_nn", "own = axes[4 - x.ndim :] if at_least <= x.ndim < 4 else axes"): "of four axes all are left",
     ("_rules", "got = (indices)"): "what is known is no tracer, and has the same least and greatest either way",
 }
 
