@@ -47,6 +47,11 @@ class Static(NamedTuple):
     of_keys: Any
 
     @property
+    def rows(self):
+        """How Rows are built."""
+        return jax.tree.structure(_tile.Rows(1, 1, 1 if self.stats else None, 1, 1, 1))
+
+    @property
     def narrow(self):
         """The dtypes that keys and values came in: the first leaves of what travels in a ring."""
         return (self.tree.unflatten([None] * self.tree.num_leaves).operands.dtype,) * 2
@@ -126,9 +131,9 @@ def attend(x, dtype, stats, block, axis_name=None):
 def _sums(static, leaves):
     """Sums of all keys, and Rows, `alive` as a number, of Inputs that are alike varying over the mesh."""
     jaxpr = jax.make_jaxpr(functools.partial(_found, static))(*leaves)
-    n = 1 if static.stats else None
-    tree = jax.tree.structure((_tile.Sums(1, 1, n, n), _tile.Rows(1, 1, n, 1, 1, 1)))
-    return tree.unflatten(_sums_p.bind(*leaves, static=static, jaxpr=jaxpr, levels=()))
+    out, n = _sums_p.bind(*leaves, static=static, jaxpr=jaxpr, levels=()), static.rows.num_leaves
+    acc, total, *rest = out[:-n]
+    return _tile.Sums(acc, total, *(rest or (None, None))), static.rows.unflatten(out[-n:])
 
 
 def _found(static, *leaves):
@@ -171,7 +176,7 @@ def _jvp(primals, tangents, *, static, jaxpr, levels):
     out = _sums_p.bind(*primals, static=static, jaxpr=jaxpr, levels=levels)
     moves = [not isinstance(d, ad.Zero) for d in tangents]
     moving = [d for d, m in zip(tangents, moves, strict=True) if m]
-    n_rows = 6 if static.stats else 5
+    n_rows = static.rows.num_leaves
     pushed = functools.partial(_pushed, static, _parted(moves, static.floating)[0])
     for axes in levels:
         pushed = jax.vmap(pushed, (axes, 0, tuple(a for a, m in zip(axes, moves, strict=True) if m)))
@@ -200,7 +205,6 @@ def _pushed(static, moves, leaves, rows, moving):
 
 def _d_sums(static, moves, floats, others, rows, moving):
     """The derivative of the sums over the keys in floats and others."""
-
     flags = _joined(moves, [False] * len(others), static.floating)
 
     # Parts are cut of what is stored here, and so are those of the tangents.
@@ -216,8 +220,7 @@ def _d_sums(static, moves, floats, others, rows, moving):
     def tangent(kind, i, j, *parts):
         n, m = len(leaves), len(leaves) + len(rows)
         pairs = _plan.pairs(tree.unflatten(parts[:n]), plan, i, j, kind)
-        peak, largest, *ties, alive, sound, total = parts[n:m]
-        found = _tile.Rows(peak, largest, ties[0] if ties else None, alive, sound, total)
+        found = static.rows.unflatten(parts[n:m])
 
         def sums(*leaves):
             x = _tile.cut(tree.unflatten(leaves), pairs)
@@ -226,7 +229,7 @@ def _d_sums(static, moves, floats, others, rows, moving):
         return _linear.pushed(sums, flags)(parts[:n], parts[m:])
 
     cuts = _cuts(x)
-    cuts = cuts + (((0, _walk.QUERIES),),) * len(rows) + tuple(c for c, m in zip(cuts, flags, strict=True) if m)
+    cuts = cuts + (_walk.ROWS,) * len(rows) + tuple(c for c, m in zip(cuts, flags, strict=True) if m)
     arrays = [*leaves, *rows, *d_leaves]
     grid, steps, kinds = _plan.walk(plan)
     return _walk.summed(grid, steps, [functools.partial(tangent, kind) for kind in kinds], arrays, cuts)

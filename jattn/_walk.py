@@ -25,6 +25,8 @@ from jax.interpreters import ad, batching, mlir
 from jattn import _linear
 
 QUERIES, KEYS = 0, 1
+# The cut of an array (T, ...).
+ROWS = ((0, QUERIES),)
 
 
 class Grid(NamedTuple):
@@ -71,7 +73,7 @@ def cut(axes, shape):
 
 def folded(grid, steps, functions, state, arrays, cuts):
     """`state`, arrays (T, ...), after each step's function(i, j, *parts of the state, *parts of the arrays)."""
-    return _bound(_folded_p, grid, steps, functions, [*state, *arrays], (_ROWS,) * len(state) + cuts, len(state))
+    return _bound(_folded_p, grid, steps, functions, [*state, *arrays], (ROWS,) * len(state) + cuts, len(state))
 
 
 def summed(grid, steps, functions, arrays, cuts):
@@ -79,14 +81,10 @@ def summed(grid, steps, functions, arrays, cuts):
     return _bound(_summed_p, grid, steps, functions, arrays, cuts, None)
 
 
-# The cut of an array (T, ...).
-_ROWS = ((0, QUERIES),)
-
-
 def _bound(primitive, grid, steps, functions, arrays, cuts, n):
     steps = [jnp.asarray(x) for x in steps if x is not None]
     jaxprs = _jaxprs(functions, [jax.typeof(steps[0]).update(shape=())] * 2, _part_avals(arrays, cuts, grid))
-    out_cuts = (_ROWS,) * (len(jaxprs[0].out_avals) if n is None else n)
+    out_cuts = (ROWS,) * (len(jaxprs[0].out_avals) if n is None else n)
     params = {"grid": grid, "jaxprs": jaxprs, "cuts": cuts, "out_cuts": out_cuts}
     return primitive.bind(*steps, *arrays, n_steps=len(steps), **params)
 
