@@ -127,9 +127,13 @@ def plan(x, block):
     return Plan(queries, keys, np.argwhere(known).astype(np.int32), kinds, full)
 
 
+def _grid(plan):
+    return _walk.Grid((plan.queries.length, plan.keys.length), (plan.queries.size, plan.keys.size))
+
+
 def walk(plan):
     """The plan's grid, the steps of a walk over the tiles that are not empty, and the kinds of these."""
-    grid = _walk.Grid((plan.queries.length, plan.keys.length), (plan.queries.size, plan.keys.size))
+    grid = _grid(plan)
     i, j = plan.steps.T
     if isinstance(plan.kinds, np.ndarray):
         kinds = plan.kinds[i, j]
@@ -148,18 +152,19 @@ def pairs(x, plan, i, j, kind):
     `x` is the tile's own part of the inputs.
     """
     whole = lambda x, axis: x  # noqa: E731 (a picker is a value)
-    q = _inside(plan.queries, i) if x.query_indices is None else x.query_indices
-    k = _inside(plan.keys, j) if x.key_indices is None else x.key_indices
+    grid = _grid(plan)
+    # The places along both axes that the tile holds.
+    rows, columns = (
+        grid.start(along, tile) + jnp.arange(grid.sizes[along], dtype=np.int32)
+        for along, tile in ((_walk.QUERIES, i), (_walk.KEYS, j))
+    )
+    q = rows if x.query_indices is None else x.query_indices
+    k = columns if x.key_indices is None else x.key_indices
     pairs = _rules.tile(q, k, x.query_positions, x.key_positions, whole, whole)
     if kind == FULL:
         return pairs._replace(full=True)
-    own = _inside(plan.queries, i) >= i * plan.queries.size, _inside(plan.keys, j) >= j * plan.keys.size
+    own = rows >= i * plan.queries.size, columns >= j * plan.keys.size
     return pairs._replace(inside=own[0][:, None] & own[1][None, :])
-
-
-def _inside(axis, i):
-    """The places along `axis` that tile i holds."""
-    return jnp.minimum(i * axis.size, axis.length - axis.size) + jnp.arange(axis.size, dtype=np.int32)
 
 
 @custom_vmap
