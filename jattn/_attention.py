@@ -22,12 +22,11 @@ AXES = {
 }
 
 
-# Per platform: from how many logits of one head on "auto" is blockwise, and its tiles (queries, keys).
-# cpu: 2 cores, AVX-512, jax 0.12, float32, 8 heads, H = 64. At 512 x 512, dense leads: 1.1 of jax.nn's speed, gradient
-# 1.0, against 0.9 and 0.8. At 1024 x 1024, blockwise does: 1.8 and 1.3 against 1.3 and 1.2, causal 2.0 and 2.0 against
-# 1.0 and 1.3. Tiles of 512 x 512 are as fast and need 23 MB more for a causal gradient at T = 8192.
+# Per platform: from how many logits of one head on "auto" is blockwise, and the tiles (queries, keys) to choose from.
+# cpu: 2 cores, AVX-512, jax 0.12, float32, 8 heads, H = 64. At 512 x 512, dense is 1.0 to 1.4 times as fast as
+# blockwise, and with a causal mask 1.0 to 1.2. At 1024 x 1024 it is 0.9 to 1.1 times, and causal 0.4 to 0.6.
 # Nothing else is measured yet.
-_BLOCKWISE = {"cpu": (1024 * 1024, (512, 256))}
+_BLOCKWISE = {"cpu": (1024 * 1024, ((512, 512), (256, 256)))}
 
 
 def attend(
@@ -246,8 +245,8 @@ def attend_as(
     call.numbers(scale, softcap, sink)
     call.positions(query_positions=query_positions, key_positions=key_positions)
     call.dropout(dropout_rate, dropout_rng)
-    block = call.method(method, block_size)
-    return call.run(_out_and_stats if return_stats else _out, empty, block=block)
+    blocks = call.method(method, block_size)
+    return call.run(_out_and_stats if return_stats else _out, empty, blocks=blocks)
 
 
 _blockwise_attention = functools.partial(attention, method="blockwise")
@@ -270,22 +269,22 @@ def _head(args, T, S):
     return x, _rules.all_pairs(T, S, *positions) if rows is None else _rules.some_rows(rows, S, *positions)
 
 
-def _out(args, T, S, block, stats=False):
+def _out(args, T, S, blocks, stats=False):
     x, pairs = _head(args, T, S)
     dtype = args["query"].dtype
     if 0 in (T, S):
         out, found = _dense.nothing(x, T, dtype)
-    elif block is None:
+    elif blocks is None:
         out, found = _dense.attend(x, pairs, dtype, stats)
     else:
-        out, found = _blockwise.attend(x, dtype, stats, block)
+        out, found = _blockwise.attend(x, dtype, stats, blocks)
     return (out, found) if stats else out
 
 
 _out_and_stats = functools.partial(_out, stats=True)
 
 
-def _weights(args, T, S, block):
+def _weights(args, T, S, blocks):
     weights = _dense.weights(*_head(args, T, S))
     if "rows" not in args:
         return weights
@@ -294,7 +293,7 @@ def _weights(args, T, S, block):
     return jnp.where(there[:, None], weights, jnp.nan)
 
 
-def _empty(args, T, S, block):
+def _empty(args, T, S, blocks):
     x, pairs = _head(args, T, S)
     empty = ~_tile.some(_tile.visible_pairs(_tile.cut(x, pairs), pairs), pairs)
     return empty & args["there"].tile(pairs).any(1) if "there" in args else empty
@@ -440,7 +439,7 @@ class Call:
         self.add("rows", rows, ("R",))
 
     def method(self, method, block_size):
-        """The size of tiles (queries, keys), or None for all at once."""
+        """The sizes of tiles (queries, keys) to choose from, or None for all at once."""
         T, S = self.sizes["T"], self.sizes["S"]
         who = self.who
         if block_size is not None:
@@ -449,7 +448,7 @@ class Call:
             sizes = tuple(block_size) if isinstance(block_size, tuple | list) else ()
             if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
                 raise ValueError(f"{who}: block_size must be two positive ints, (queries, keys), got {block_size}.")
-            return sizes
+            return (sizes,)
         enough, tiles = _BLOCKWISE.get(jax.default_backend(), _BLOCKWISE["cpu"])
         return tiles if method == "blockwise" or (method == "auto" and T * S >= enough) else None
 
@@ -470,7 +469,7 @@ class Call:
         out = _cudnn.attend(_blockwise_attention, scale, mask is not None, *x)
         return out if self.heads else out[:, 0]
 
-    def run(self, engine, empty, head_axis=1, block=None):
+    def run(self, engine, empty, head_axis=1, blocks=None):
         _checks.choice(self.who, "empty", empty, ("zero", "raise"))
         refused = None
         # What empty rows are asked of may say nothing of batches and heads: without any, there is no row.
@@ -482,7 +481,7 @@ class Call:
                     _checks.no_empty_rows(self.who, np.asarray(_lifted(seen, engine=_empty, **self._plan(seen))))
             else:
                 refused = self.who, tuple(seen)
-        how = {"engine": engine, "head_axis": head_axis, "block": block, "refused": refused}
+        how = {"engine": engine, "head_axis": head_axis, "blocks": blocks, "refused": refused}
         return _lifted(self.args, **how, **self._plan(self.args))
 
     def _plan(self, args):
@@ -498,8 +497,8 @@ def _spelled(axes, rank):
     return tuple(b for letter in letters for b in ([f"B{i}" for i in range(rank)] if letter == "*B" else [letter]))
 
 
-@functools.partial(jax.jit, static_argnames=("engine", "axes", "levels", "T", "S", "head_axis", "block", "refused"))
-def _lifted(args, *, engine, axes, levels, T, S, head_axis=0, block=None, refused=None):
+@functools.partial(jax.jit, static_argnames=("engine", "axes", "levels", "T", "S", "head_axis", "blocks", "refused"))
+def _lifted(args, *, engine, axes, levels, T, S, head_axis=0, blocks=None, refused=None):
     """`engine` of one head, mapped over `levels`, pairs (axis, size), outermost first; heads go to `head_axis`."""
     if refused is not None:
         who, seen = refused
@@ -518,7 +517,7 @@ def _lifted(args, *, engine, axes, levels, T, S, head_axis=0, block=None, refuse
         names = [tuple(a for a in letters if a != level) for letters in names]
 
     def lifted(leaves):
-        return engine(jax.tree.unflatten(structure, leaves), T, S, block)
+        return engine(jax.tree.unflatten(structure, leaves), T, S, blocks)
 
     # Heads innermost. Where only the empty rows are asked for, there may be nothing to map.
     for level in reversed(sizes):

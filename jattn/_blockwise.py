@@ -114,8 +114,11 @@ def _stored_here(x):
     return x._replace(mask=cut(x.mask), bias=cut(x.bias))
 
 
-def attend(x, dtype, stats, block, axis_name=None):
-    """(T, D) in `dtype`, and Stats or None. With `axis_name`, `x.key` is one block of a ring."""
+def attend(x, dtype, stats, blocks, axis_name=None):
+    """(T, D) in `dtype`, and Stats or None, with tiles of the best of some sizes (queries, keys).
+
+    With `axis_name`, `x.key` is one block of a ring.
+    """
     leaves, tree = jax.tree.flatten(x)
     of_keys = ["S" in axes for axes in _axes(x)]
     # Inside `shard_map`, what is the same on all devices is made to vary here: the sum over devices that its cotangent
@@ -123,7 +126,7 @@ def attend(x, dtype, stats, block, axis_name=None):
     leaves = [_visible.like(leaf, leaves) for leaf in leaves]
     x = jax.tree.unflatten(tree, leaves)
     floating = tuple(bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in leaves)
-    static = Static(block, stats, axis_name, tree, floating, _parted(of_keys, floating))
+    static = Static(_plan.cheapest(x, blocks), stats, axis_name, tree, floating, _parted(of_keys, floating))
     sums, rows = _sums(static, leaves)
     return _tile.results(x, rows._replace(alive=rows.alive > 0), sums, dtype)
 

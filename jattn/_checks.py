@@ -83,7 +83,7 @@ def array(who, what, x, must="an array") -> Any:
         return jnp.asarray(x)
     own = isinstance(x, np.ndarray | np.generic)
     try:
-        out = x if own else np.asarray(x)
+        out = np.asarray(x)
         # Objects, texts, dates and numbers of more than 64 bits: JAX has none.
         if out.dtype.char in "OUSMmgG":
             raise TypeError

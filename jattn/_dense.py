@@ -1,5 +1,6 @@
 """Engine: one head, all T x S logits at once, as one tile."""
 
+import jax
 import jax.numpy as jnp
 
 from jattn import _tile, _visible
@@ -12,7 +13,12 @@ def found(x, pairs, stats):
     logits = _tile.logits(x, visible)
     largest = _tile.peaks(logits, visible)
     ties = jnp.maximum(_tile.tied(x, logits, visible, largest).sum(1), 1).astype(largest.dtype) if stats else None
-    return x, visible, logits, _tile.rows(x, largest, ties, _tile.some(visible, pairs))
+    alive = None if not stats and _tile.plain(x, visible) else _tile.some(visible, pairs)
+    rows = _tile.rows(x, largest, ties, alive)
+    if x.operands.rounded:
+        whole = _tile.total(x, rows, _tile.weights(x, logits, visible, rows)[0].sum(1))
+        rows = rows._replace(total=jax.lax.stop_gradient(whole))
+    return x, visible, logits, rows
 
 
 def attend(x, pairs, dtype, stats):
@@ -31,10 +37,10 @@ def nothing(x, T, dtype):
 def weights(x, pairs):
     """(T, S), float32 or wider: rows sum to 1, less the sink's share, or to 0 where nothing is visible."""
     x, visible, logits, rows = found(x, pairs, False)
-    return shares(x, rows, _tile.weights(x, logits, visible, rows.peak)[0])[0]
+    return shares(x, rows, _tile.weights(x, logits, visible, rows)[0])[0]
 
 
 def shares(x, rows, p):
     """Each p's share of its row's total, (T, S), and that total, (T,)."""
     total = _tile.total(x, rows, p.sum(1)) * rows.sound
-    return p / jnp.where(rows.alive, total, 1)[:, None], total
+    return p / _tile.seen(rows.alive, total, 1)[:, None], total

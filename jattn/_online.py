@@ -42,7 +42,8 @@ def absorb(state, x, pairs, visible):
     logits = _tile.logits(x, visible)
     found = _tile.peaks(logits, visible)
     peak, largest = jnp.maximum(state.peak, found), jnp.maximum(state.largest, found)
-    p, shifted = _tile.weights(x, logits, visible, peak)
+    alive = state.alive | _tile.some(visible, pairs)
+    p, shifted = _tile.weights(x, logits, visible, _tile.Rows(peak, largest, None, alive, None))
     drop = _tile.below(state.peak, peak, True)
     fade = jnp.exp(drop)
     total = state.total * fade + p.sum(1)
@@ -54,7 +55,7 @@ def absorb(state, x, pairs, visible):
         moment = fade * (moment + state.total * drop) + _tile.moment(p, shifted).sum(1)
         count = _tile.tied(x, logits, visible, largest).sum(1).astype(total.dtype)
         ties = jnp.where(_tile.near(state.largest, largest, jnp.abs(largest)), ties, 0) + count
-    return State(peak, largest, ties, state.alive | _tile.some(visible, pairs), acc, total, moment)
+    return State(peak, largest, ties, alive, acc, total, moment)
 
 
 def merge(outs, lses):

@@ -53,7 +53,8 @@ class Rows(NamedTuple):
 
     `peak` is what logits are shifted by, and `largest` is the largest logit of a key; both 0 for an empty row. `sound`
     is 1, and NaN for a row without a largest logit although it sees a key. `ties` keys share the largest logit.
-    `total` is that of p, None until it is known.
+    `total` is that of p, None until it is known. `alive` is None where logits are `plain`; a row without a largest
+    logit has a p that is NaN then.
     """
 
     peak: Any
@@ -176,12 +177,14 @@ def below(logits, peak, once):
     """
     # -inf - -inf would be NaN.
     shifted = logits - jax.lax.stop_gradient(jnp.where(peak == -jnp.inf, 0, peak))
-    # No minimum: see `peaks`.
-    top = shifted > 0 if once else (logits == peak) | (shifted > 0)
-    # 0, with the derivative of a logit. Not a 0 and a `custom_jvp`: jax 0.10 forgets its rule in second derivatives of
-    # a scan.
-    tied = jnp.where(top & (logits != -jnp.inf), logits, 0)
-    return jnp.where(top, tied - jax.lax.stop_gradient(tied), shifted)
+    if once:
+        above = jnp.maximum(shifted, 0)
+    else:
+        top = ((logits == peak) | (shifted > 0)) & (logits != -jnp.inf)
+        above = jnp.where(top, shifted, 0)
+    # 0, with the derivative of a logit. Not a minimum, which halves it; nor a 0 and a `custom_jvp`: jax 0.10 forgets
+    # its rule in second derivatives of a scan.
+    return shifted - jax.lax.stop_gradient(above)
 
 
 def peaks(logits, visible):
@@ -193,8 +196,23 @@ def peaks(logits, visible):
     return jax.lax.stop_gradient(seen(visible, logits, -jnp.inf).max(1, initial=-jnp.inf))
 
 
+def plain(x, visible):
+    """Whether nothing is hidden, and logits are products and nothing else.
+
+    Of such a tile that holds all keys, XLA:CPU makes product, maximum and exp as one, if no step comes between them.
+    """
+    return visible is None and x.sink is None and _bare(x) and x.key.shape[0] > 0
+
+
+def _bare(x):
+    """Whether logits are products, each made once. One over one feature is no sum, and XLA makes it twice as any."""
+    return x.query.shape[1] > 1 and x.softcap is None and x.bias is None and _scales(x)[1] is None
+
+
 def rows(x, largest, ties, alive):
     """Rows, from the largest visible logit of each row."""
+    if alive is None:
+        return Rows(largest, largest, ties, None, 1)
     top, spoilt = largest, ~jnp.isfinite(largest)
     if x.sink is not None:
         top = jnp.maximum(top, jax.lax.stop_gradient(x.sink))
@@ -218,19 +236,20 @@ def near(x, y, size):
     return (x == y) | (jnp.abs(x - y) < 4 * jnp.finfo(x.dtype).eps * size)
 
 
-def weights(x, logits, visible, peak):
+def weights(x, logits, visible, rows):
     """p (t, s), and the shifted logits that it is the exponential of, 0 where not visible."""
-    # A product over one feature is no sum, and XLA makes it twice as it does any other.
-    once = x.query.shape[1] > 1 and x.softcap is None and x.bias is None and _scales(x)[1] is None
+    if rows.alive is None:
+        shifted = logits - rows.peak[:, None]
+        return jnp.exp(shifted), shifted
     # Replaced before exp too: what exp passes back is a product, and 0 * inf would be NaN.
-    shifted = seen(visible, below(logits, peak[:, None], once), 0)
+    shifted = seen(visible, below(logits, rows.peak[:, None], _bare(x)), 0)
     return seen(visible, jnp.exp(shifted), 0), shifted
 
 
 def sums(x, pairs, visible, rows, stats):
     """Sums over this tile's keys, with the peaks of its rows fixed, given the tile's own inputs."""
     own = logits(x, visible)
-    p, shifted = weights(x, own, visible, rows.peak)
+    p, shifted = weights(x, own, visible, rows)
     mixed = kept(x, pairs, p)
     if rows.total is None or not x.operands.rounded:
         acc = _visible.mix(mixed, x.value, visible, x.operands)
@@ -264,10 +283,13 @@ def total(x, rows, keys):
 def results(x, rows, sums, dtype):
     """(T, D) in `dtype`, and Stats, or None if the sums were made without."""
     # A row that has seen a value that is not finite is NaN as a whole, and so is what passes back through it.
-    sound = jnp.where(jnp.isnan(jax.lax.stop_gradient(sums.acc)).any(1), jnp.nan, rows.sound)
+    # Its sum says so, made small to be finite; XLA:CPU has no fast way to ask each number.
+    small = (jax.lax.stop_gradient(sums.acc) * 2**-64).sum(1)
+    sound = jnp.where(jnp.isnan(small), jnp.nan, rows.sound)
     whole = total(x, rows, sums.total) * sound
     alive = rows.alive
-    out = jnp.where(alive[:, None], sums.acc / jnp.where(alive, whole, 1)[:, None], 0).astype(dtype)
+    own = None if rows.alive is None else rows.alive[:, None]
+    out = seen(own, sums.acc / seen(alive, whole, 1)[:, None], 0).astype(dtype)
     if sums.moment is None:
         return out, None
     # A row with a sink and no visible key has that sink for its lse.

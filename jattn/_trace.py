@@ -216,10 +216,10 @@ def trace(
     return dataclasses.replace(call.run(_traced, empty), empty=empty)
 
 
-def _traced(args, T, S, block):
+def _traced(args, T, S, blocks):
     head, pairs = _attention._head(args, T, S)
     x, visible, logits, rows = _dense.found(head, pairs, True)
-    p, shifted = _tile.weights(x, logits, visible, rows.peak)
+    p, shifted = _tile.weights(x, logits, visible, rows)
     # A row without a largest logit is NaN in all that its keys show.
     sound = rows.sound[:, None]
     weights, total = _dense.shares(x, rows, p)

@@ -108,10 +108,10 @@ def attention(
     for what, letter in (("query_indices", "T"), ("key_indices", "S")):
         call.add(what, _indices(who, axis_name, letter, call.sizes[letter], zigzag), (letter,))
     call.dropout(dropout_rate, dropout_rng)
-    block = call.method("blockwise", block_size)
+    blocks = call.method("blockwise", block_size)
     _checks.choice(who, "empty", empty, ("zero", "raise"))
     stats = return_stats or empty == "raise"
-    found = call.run(_engine(axis_name, stats), "zero", block=block)
+    found = call.run(_engine(axis_name, stats), "zero", blocks=blocks)
     if empty == "raise":
         # A row that sees a key has a largest logit, or a NaN.
         _checks.no_empty_rows(who, found[1].max_logit == -jnp.inf)
@@ -216,10 +216,10 @@ def _indices(who, axis_name, letter, n, zigzag):
 
 @functools.cache
 def _engine(axis_name, stats):
-    def out(args, T, S, block):
+    def out(args, T, S, blocks):
         x = _tile.inputs(**args)
         dtype = args["query"].dtype
-        attend = functools.partial(_blockwise.attend, block=block, axis_name=axis_name)
+        attend = functools.partial(_blockwise.attend, blocks=blocks, axis_name=axis_name)
         found = _dense.nothing(x, T, dtype) if 0 in (T, S) else attend(x, dtype, stats)
         return found if stats else found[0]
 

@@ -125,9 +125,21 @@ def test_auto_is_blockwise_where_that_is_faster():
         return max(found.size for _, found in made(jax.make_jaxpr(jattn.attention)(*x)))
 
     assert largest(512, 512) == 512 * 512
-    assert largest(1024, 1024) == 512 * 256
+    assert largest(1024, 1024) == largest(2048, 2048) == 512 * 512
     # Decoding: nothing is larger than the keys, (8192, 2), and they are not copied.
     assert largest(1, 8192) <= 2 * 8192
+
+
+def test_dense_logits_go_from_product_to_weights_without_a_guard():
+    # XLA:CPU makes product, maximum and exp as one, as long as nothing is chosen in between.
+    x = jnp.zeros((48, 1, 2)), jnp.zeros((64, 1, 2)), jnp.zeros((64, 1, 2))
+
+    def chosen(*mask):
+        jaxpr = jax.make_jaxpr(lambda *x: jattn.attention(*x, *mask, method="dense"))(*x)
+        return [name for name, x in made(jaxpr) if x.size >= 48 * 64 and name in ("select_n", "is_finite", "eq", "gt")]
+
+    assert not chosen()
+    assert chosen(masks.causal())
 
 
 def decoding(mask):
@@ -147,6 +159,15 @@ def test_one_query_reads_the_part_of_the_keys_that_it_sees():
     # A branch for each eighth of keys, and of values, that skips it.
     text = decoding(lambda lengths: masks.lengths(key=lengths)).as_text()
     assert text.count("tensor<8x512x2x64xf32>") >= 16 and text.count("stablehlo.case") >= 16
+
+
+def test_one_query_finds_the_one_key_that_it_sees():
+    S = 1501
+    q, k, v = jnp.ones((1, 1, 1), F32), jnp.ones((S, 1, 1), F32), jnp.arange(S, dtype=F32)[:, None, None]
+    found = jax.jit(lambda i: jattn.attention(q, k, v, masks.array((jnp.arange(S) == i)[None, None]))[0, 0, 0])
+    # The edges of its eighths, and what lies between.
+    for i in (0, 1, 2, 100, 187, 188, 189, 375, 376, 750, 1312, 1313, 1499, 1500):
+        assert found(i) == i
 
 
 @pytest.mark.parametrize("what", ["gradient", "jvp", "Hessian-vector product", "gradient of a gradient"])
@@ -231,6 +252,26 @@ def test_the_plan_leaves_out_no_visible_pair_and_masks_every_other(mask, block):
         # The last tile along an axis begins early; the pairs of an earlier tile in it may make it look needed.
         whole = np.logical_and.outer(plan.queries.first == plan.queries.start, plan.keys.first == plan.keys.start)
         np.testing.assert_array_equal(kinds[whole], truth[whole])
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "best"),
+    [
+        (None, 4096, (512, 512)),
+        (masks.causal(), 4096, (512, 512)),
+        (masks.window(255, 0), 4096, (256, 256)),
+        (masks.window(1023, 0), 4096, (512, 512)),
+        # What is traced may hide anything.
+        (masks.window(jnp.int32(255), 0), 4096, (512, 512)),
+        (masks.window(255, 0) & masks.lengths(key=jnp.int32(9)), 4096, (256, 256)),
+        # Three tiles of 256 cover 600 more closely than two of 512.
+        (None, 600, (256, 256)),
+    ],
+    ids=lambda x: None,
+)
+def test_the_tiles_are_those_of_which_the_mask_leaves_least_to_do(mask, length, best):
+    x = _tile.inputs(jnp.zeros((length, 1)), jnp.zeros((length, 1)), mask=mask, value=None)
+    assert _plan.cheapest(x, ((512, 512), (256, 256))) == best
 
 
 def test_what_is_static_is_no_part_of_the_program():

@@ -885,10 +885,10 @@ def test_long_half_precision_sums_are_taken_in_float32(engine):
     )
 
 
-def test_what_flows_back_to_a_bfloat16_value_of_a_tile_is_rounded_once():
+@pytest.mark.parametrize("how", [{"method": "dense"}, {"method": "blockwise", "block_size": (4, 3)}], ids=str)
+def test_what_flows_back_to_a_bfloat16_value_is_rounded_once(how):
     query, key, value = (normal(i, *shape).astype(jnp.bfloat16) for i, shape in enumerate([(1, H), (41, H), (41, D)]))
-    tiles = {"sink": 0.3, "method": "blockwise", "block_size": (4, 3)}
-    gradient = jax.grad(lambda value: attend(query, key, value, **tiles).astype(jnp.float32).sum())(value)
+    gradient = jax.grad(lambda value: attend(query, key, value, sink=0.3, **how).astype(jnp.float32).sum())(value)
     exps = np.exp(np.asarray(key, np.float64) @ np.asarray(query, np.float64)[0] / np.sqrt(H))
     weights = (exps / (exps.sum() + np.exp(0.3))).astype(jnp.bfloat16)
     np.testing.assert_array_equal(gradient.astype(jnp.float32), np.repeat(weights[:, None].astype(np.float32), D, 1))
@@ -1023,9 +1023,13 @@ def test_an_empty_batch_may_have_lengths_and_positions_of_its_own(engine):
     assert f(*inputs(n)).shape == (0, 5, 2, 2)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64])
+def test_no_keys_make_every_row_empty(dtype, engine):
+    def ones(*shape):
+        return jnp.ones(shape, dtype)
 
-def test_no_keys_make_every_row_empty(engine):
-    out, stats = attend(np.ones((T, H)), np.ones((0, H)), np.ones((0, D)), return_stats=True, **engine)
+    out, stats = attend(ones(T, H), ones(0, H), ones(0, D), return_stats=True, **engine)
+    assert out.dtype == dtype and stats.lse.dtype == (jnp.float32 if dtype == jnp.bfloat16 else dtype)
     leaves_equal((out, *stats), (np.zeros((T, D)), np.full(T, -INF), np.full(T, -INF), np.zeros(T)))
 
 

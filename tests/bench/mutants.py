@@ -38,7 +38,7 @@ _MISUSE = "tests/test_errors.py"
 _WEIGHTS = "tests/test_contract.py -k 'weights or rows or merging or part or merge'"
 GUARDS = {
     "_tile": [_OPTIONS, _EDGES, "tests/test_trace.py", _TILES],
-    "_dense": [_OPTIONS, _WEIGHTS, _EDGES],
+    "_dense": ["tests/test_contract.py -k 'dense and (any_sizes or no_keys)'", _OPTIONS, _WEIGHTS, _EDGES],
     "_online": ["tests/test_contract.py -k 'merging or part or merge'", _TILES, _MISUSE + " -k another"],
     "_plan": ["tests/test_blockwise.py -k 'plan or sizes_change or not_read or skips'", _TILES],
     "_blockwise": [_TILES, "tests/test_blockwise.py -k 'plan or sizes_change or not_read or skips or third'"],
@@ -64,6 +64,7 @@ GUARDS = {
         _MISUSE,
         "tests/test_contract.py -k 'not blockwise and (raise or softcap)'",
         "tests/test_masks.py -k refused",
+        "tests/test_flax.py tests/test_multihead.py -k option",
     ],
     "_dropout": [
         "tests/test_contract.py -k 'dense and (dropout_bits or drops_as or keeps_the_mean or rate_0)'",
@@ -87,6 +88,7 @@ GUARDS = {
 
 # Mutants that change nothing that a caller can see: (module, the changed line) and why.
 EQUIVALENT: dict[tuple[str, str], str] = {
+    ("_online", "lse = jnp.where(seen.any(0), peak[1] + jnp.log(safe), -jnp.inf)"): "an axis of 1 has no other index",
     ("_dropout", "uniform = (bits >> (8)).astype(np.float32) * np.float32(2**-24)"): "a Python 8 is a uint32 here",
     ("_walk", "mlir.register_lowering(p, mlir.lower_fun(run))"): "several results are what lower_fun expects by itself",
     ("interop/jax_nn", "own = axes[4 - x.ndim :] if at_least <= x.ndim < 4 else axes"): "of four axes all are left",

@@ -1,8 +1,10 @@
 """Times of jattn and its peers, side by side: `make bench`, or `make bench ARGS="long small"` for some tables.
 
 Every row is one question. Its contenders run in turns, so that what slows the machine slows all of them; the medians
-are printed, and how many times faster jattn is than each peer. jattn and jax.nn run in this process, torch and tokamax
-each in their own (`worker.py`), one call at a time. Temporaries are counted by the compiler where there is one.
+are printed, and how many times faster jattn is than each peer. A gradient is timed with the output, for a cotangent
+that the compiler does not know: where it is that of a sum, a peer need not make the output at all. jattn and jax.nn run
+in this process, torch and tokamax each in their own (`worker.py`), one call at a time. Temporaries are counted by the
+compiler where there is one.
 """
 
 import contextlib
@@ -127,8 +129,16 @@ def of_jax_nn(r):
 
 
 def here(f, r):
-    g = jax.grad(lambda *x: f(*x).astype(jnp.float32).sum(), (0, 1, 2)) if r["gradient"] else f
-    return Here(g, arrays(r), r["runs"])
+    """With `gradient`, the output and its gradients for a given cotangent, as a step of training needs them."""
+    x = arrays(r)
+    if not r["gradient"]:
+        return Here(f, x, r["runs"])
+
+    def step(cotangent, *x):
+        out, pull = jax.vjp(f, *x)
+        return out, pull(cotangent)
+
+    return Here(step, (jnp.ones_like(x[0]), *x), r["runs"])
 
 
 # Which environment a peer lives in, what `worker.py` is told, and what is added to its questions.
@@ -260,11 +270,13 @@ def sparse(T=4096, longer=16384):
     except (KeyError, Missing) as why:
         without = f"\nno time of flex_attention: {why}"
     ms = medians(contenders)
-    tiles = _attention._BLOCKWISE["cpu"][1]
-    first = [np.arange(0, longer, tile) for tile in tiles]
-    t, s = first[0][:, None], first[1]
-    visible = (s < t + tiles[0]) & (s + tiles[1] > t - 255)
-    print(f"\nT = S = {longer}: {100 * visible.mean():.1f} % of the tiles hold a pair of window(255, 0)\n")
+    print(f"\nT = S = {longer}:", end="")
+    for tiles in _attention._BLOCKWISE["cpu"][1]:
+        first = [np.arange(0, longer, tile) for tile in tiles]
+        t, s = first[0][:, None], first[1]
+        visible = (s < t + tiles[0]) & (s + tiles[1] > t - 255)
+        print(f" {100 * visible.mean():.1f} % of the tiles of {tiles}", end="")
+    print(" hold a pair of window(255, 0)\n")
     print("| | ms | share of all pairs' time |\n|---|---|---|")
     for name, time_ in ms.items():
         print(f"| {name} | {time_:.1f} | {time_ / ms['all pairs']:.3f} |", flush=True)

@@ -2,8 +2,9 @@
 
 It first says which version it is. Then each line of its input is a request in JSON, a question of `peers.py`, and is
 answered with a line: {"ms": of one call, "temp_bytes": or null}, or {"error": why there is none}. The first request of
-its kind is prepared: arrays, compilation, one call to warm up. Of `runs` calls only the last is timed. A request with a
-`file` is on the arrays in it, and what the call gives goes to the file of that name with .out.npz behind it.
+its kind is prepared: arrays, compilation, one call to warm up. With `gradient`, a call gives the output and, for a
+cotangent of ones, its gradients. Of `runs` calls only the last is timed. A request with a `file` is on the arrays in
+it, and the output, or the gradients, go to the file of that name with .out.npz behind it.
 """
 
 import functools
@@ -62,12 +63,12 @@ def torch():
             out = torch.nn.functional.scaled_dot_product_attention(
                 *x, attn_mask=mask, is_causal=r["causal"], enable_gqa=r["K"] < r["N"]
             )
-            return torch.autograd.grad(out.float().sum(), x) if r["gradient"] else out
+            return [out, *torch.autograd.grad(out, x, cotangent)] if r["gradient"] else [out]
 
+        cotangent = torch.ones_like(x[0])
         if "file" in r:
-            out = call()
-            out = out if r["gradient"] else [out]
-            _saved(r, [y.detach().double().transpose(1, 2).numpy() for y in out])
+            found = call()[r["gradient"] :]
+            _saved(r, [y.detach().double().transpose(1, 2).numpy() for y in found])
         return call, None
 
     return f"torch {torch.__version__}", prepared
@@ -106,15 +107,15 @@ def tokamax():
             x = [jnp.asarray(y).astype(r["dtype"]) for y in _given(r)]
         options = {"is_causal": r["causal"], "implementation": r["implementation"]}
 
-        def f(*x):
-            return tokamax.dot_product_attention(*x, **options)
+        def f(cotangent, *x):
+            out, pull = jax.vjp(lambda *x: tokamax.dot_product_attention(*x, **options), *x)
+            return [out, *pull(cotangent)] if r["gradient"] else [out]
 
-        if r["gradient"]:
-            f = jax.grad(lambda *x: tokamax.dot_product_attention(*x, **options).astype(jnp.float32).sum(), (0, 1, 2))
+        x = [jnp.ones_like(x[0]), *x]
         compiled = jax.jit(f).lower(*x).compile()
         temporaries = compiled.memory_analysis().temp_size_in_bytes
         if "file" in r:
-            _saved(r, [np.asarray(y, np.float64) for y in jax.tree.leaves(compiled(*x))])
+            _saved(r, [np.asarray(y, np.float64) for y in compiled(*x)[r["gradient"] :]])
         return lambda: jax.block_until_ready(compiled(*x)), temporaries
 
     return f"tokamax {_version('tokamax')} (jax {jax.__version__})", prepared
