@@ -28,7 +28,7 @@ def refusal(*, platform, dtype, sizes, mask, scale_is_known, others):
     if platform != "gpu":
         return "a GPU", platform
     if dtype not in (jnp.float16, jnp.bfloat16):
-        return "float16 or bfloat16", str(dtype)
+        return "float16 or bfloat16", dtype
     if H != D or H % 8 or H > 128:
         return "H = D, a multiple of 8 and at most 128", f"H = {H}, D = {D}"
     if 0 in (*sizes["B"], T, S):

@@ -165,6 +165,21 @@ def spoilt(bad, query, key, value, ct):
     return query, key, value, ct
 
 
+@pytest.mark.parametrize(
+    "scale, size, harmless",
+    [
+        (1.0, 1e10, True),
+        # The product, or with its scale.
+        (1e-30, 1e25, False),
+        (1e30, 1e10, False),
+        (-1e30, 1e10, False),
+    ],
+)
+def test_logits_that_may_overflow_are_none_for_the_kernel(scale, size, harmless):
+    x = jnp.full((1, T, K, H), size, jnp.bfloat16)
+    assert _cudnn._harmless(scale, x, x, jnp.ones_like(x)) == harmless
+
+
 @pytest.mark.parametrize("mask", [None, masks.causal()])
 def test_a_bad_number_goes_where_it_would_go_blockwise(on_gpu, mask):
     """XLA's kernel alone would spread it over all that is hidden from it."""
