@@ -192,8 +192,8 @@ def trace(
 
     Returns:
         A `Trace`: raw scores, the same after softcap, bias and mask, minus their peak, exp, weights, weighted values
-        and their sum, lse, entropy. out, lse and entropy are those of `attend(..., method="dense")`, to the bit. What
-        a query may not attend to shows in raw, capped and biased alone.
+        and their sum, lse, entropy. out, lse and entropy are to the bit those of `attend(..., method="dense",
+        return_stats=True)`. What a query may not attend to shows in raw, capped and biased alone.
 
     Raises:
         ValueError: as in `attend`.
