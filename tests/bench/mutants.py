@@ -42,7 +42,13 @@ GUARDS = {
     "_online": ["tests/test_contract.py -k 'merging or part or merge'", _TILES, _MISUSE + " -k another"],
     "_plan": ["tests/test_blockwise.py -k 'plan or sizes_change or not_read or skips'", _TILES],
     "_blockwise": [_TILES, "tests/test_blockwise.py -k 'plan or sizes_change or not_read or skips or third'"],
-    "_visible": ["tests/test_blockwise.py -k one_query", _OPTIONS, _EDGES, "tests/test_contract.py -k 'one_query or many_numbers or vmap'", _TILES],
+    "_visible": [
+        "tests/test_blockwise.py -k one_query",
+        _OPTIONS,
+        _EDGES,
+        "tests/test_contract.py -k 'one_query or many_numbers or vmap'",
+        _TILES,
+    ],
     "_rows": [
         "tests/test_rows.py -k 'edges or axis or raise or refused or entropies'",
         "tests/test_rows.py jattn/_rows.py",
