@@ -105,9 +105,13 @@ def _run(steps, functions, outs, args, grid, cuts, out_cuts):
 
     def body(n, outs):
         i, j, which = rows[n]
-        parts = [grid.part(x, c, (i, j)) for x, c in zip(args, cuts, strict=True)]
         own = [grid.part(x, c, (i, j)) for x, c in zip(outs, out_cuts, strict=True)]
-        parts = lax.switch(which, functions, i, j, own, parts) if len(functions) > 1 else functions[0](i, j, own, parts)
+
+        # Parts are cut in the branch: what goes into one is copied.
+        def visited(f):
+            return lambda: f(i, j, own, [grid.part(x, c, (i, j)) for x, c in zip(args, cuts, strict=True)])
+
+        parts = lax.switch(which, [visited(f) for f in functions])
         return [grid.replaced(x, part, c, (i, j)) for x, part, c in zip(outs, parts, out_cuts, strict=True)]
 
     return lax.fori_loop(0, count[0] if count else len(rows), body, outs)
