@@ -1,4 +1,17 @@
-"""Attention for JAX that you can trust at the edges and look into in the middle."""
+"""Attention for JAX that you can trust at the edges and look into in the middle.
+
+    attention, attend               with heads and batches; of one head
+    masks, biases                   what they are given: rules, or arrays
+    attention_weights, trace        the weights; every number of one head
+    explore, pictures               a page to try them in; figures
+    Cache, cached_attention         decoding
+    MultiHead, multihead            a layer
+    rotary                          positions for queries and keys
+    merge, ring                     attention over parts of the keys; over devices
+    softmax, logsumexp, entropy     of one row, with a mask
+    dot_product_attention, interop  in the place of jax.nn's; flax and equinox
+    testing                         whether a model sees what it must not
+"""
 
 from jattn import biases, masks, pictures, ring, testing
 from jattn._attention import attend, attention, attention_weights

@@ -59,7 +59,7 @@ def attend(
         key: (S, H), the dtype of `query`.
         value: (S, D), the dtype of `query`.
         mask: a rule from `jattn.masks`, or bool (T, S) with either axis 1; True = may attend. None: all may. An array
-            that is the inverse of a causal one is warned about.
+            of 8 x 8 or more that is the inverse of a causal one is warned about.
         bias: a rule from `jattn.biases`, or floating (T, S) with either axis 1, in nats. Where it is -inf, no key
             is visible. One of 0 and 1 alone, which most likely was meant as a mask, is warned about.
         scale: multiplies query·key, 1/sqrt(H) if None. A scalar, may be traced.
@@ -89,7 +89,8 @@ def attend(
             `empty="raise"` (under `checkify` where the mask is traced).
         TypeError: integer arrays, mixed dtypes, a mask that is not boolean, a bias that is not floating.
 
-    Numerics: logits (nats) and weights in float32, float64 when `query` is.
+    Numerics: logits (nats), softmax and sums in float32, float64 when `query` is. For the product with bfloat16 values
+        weights are rounded to bfloat16.
 
     Source: Vaswani et al. 2017, equation 1, arXiv:1706.03762.
 
@@ -373,6 +374,8 @@ class Call:
                 hint = "For a causal mask pass masks.causal()."
             elif self.heads and x.ndim != len(_checks.expand(full, self.sizes)):
                 hint = "For a [B, S] padding mask pass mask[:, None, None, :] or masks.lengths(key=...)."
+                if x.shape == (self.sizes["T"], self.sizes["S"]) != (*self.sizes["B"], self.sizes["S"]):
+                    hint = "For one (T, S) mask of all sequences and heads pass masks.array(mask)."
             _checks.not_inverted(self.who, what, x)
         else:
             x = _checks.floating(self.who, what, x, biases.NOT_FLOATING)

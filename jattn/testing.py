@@ -85,7 +85,8 @@ def assert_visible(fn, x, mask, axis=0):
         fn: as in `assert_causal`, with T_out positions on `axis`.
         x: as in `assert_causal`, with T_in positions on `axis`.
         mask: a rule from `jattn.masks`, with outputs for queries and inputs for keys, or bool (T_out, T_in) with either
-            axis 1; True = the output may depend on the input. It is made whole, T_out x T_in.
+            axis 1; True = the output may depend on the input. It is made whole, T_out x T_in. Of several layers it is
+            what all of them together let through: two of `window(1, 0)` see as far as `window(2, 0)`.
         axis: as in `assert_causal`.
 
     Raises:

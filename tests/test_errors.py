@@ -389,7 +389,7 @@ MISUSES = {
         MAPPED_WITH_RULES,
         lambda form: {"mask": bools(T, S)},
         ValueError,
-        "mask must be {logits}, got (5, 7).{pad}",
+        "mask must be {logits}, got (5, 7). For one (T, S) mask of all sequences and heads pass masks.array(mask).",
     ),
     "a [B, T, S] mask": (
         MAPPED_WITH_RULES,

@@ -33,8 +33,9 @@ def dot_product_attention(
       Its residual is -inf, as is that of the queries from `query_seq_lengths` on, where jax.nn has about -2.4e38.
     - What a query may not attend to is never read: a NaN in padding stays there, derivatives included. A NaN that it
       may attend to makes all features of its row NaN. A key is hidden where `bias` is -inf.
-    - Logits and weights are never rounded below float32, and are float64 for float64 inputs. float32 is multiplied at
-      the highest precision. The residual is float32 or wider, and has derivatives; jax.nn rounds it and stops them.
+    - Logits, softmax and sums are never rounded below float32, and are float64 for float64 inputs; bfloat16 weights are
+      rounded for the product with values. float32 is multiplied at the highest precision. The residual is float32 or
+      wider, and has derivatives; jax.nn rounds it and stops them.
     - D may differ from H. Lengths may be integers of any dtype.
     - Refused are integer inputs, a bias that is not floating, negative lengths and windows, a scale that is not a
       scalar, and query, key or value of a rank below 3. A wrong dtype is a TypeError, where jax.nn's is a ValueError.
