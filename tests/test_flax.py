@@ -361,6 +361,10 @@ def test_a_mask_that_is_no_mask_is_an_error_or_nan():
     text = "flax_attention_fn: mask must be boolean, or 0 and 1 (1 = may attend)"
     with pytest.raises(TypeError, match=f"^{re.escape(text)}, got -1000000000.0. Scores that are added go in `bias`.$"):
         fn(*args, mask=scores)
+    # An array of JAX is known inside a jit too, if it comes from outside.
+    scores_of_jax = jnp.asarray(scores)
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}, got -1000000000.0. "):
+        jax.jit(lambda query: fn(query, *args[1:], mask=scores_of_jax))(args[0])
     traced = jax.jit(lambda mask, query: fn(query, *args[1:], mask=mask))
     assert np.isnan(traced(scores, args[0])).all()
     assert np.isnan(jax.grad(lambda query: traced(scores, query).sum())(args[0])).all((0, 2, 3))[[0, 2, 3, 4]].all()
