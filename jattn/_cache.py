@@ -324,7 +324,7 @@ def _looks_past(mask, capacity, T):
     Its bounds say so of single pairs, as far as it is made of numbers. It changes at these numbers only, so that some
     distances and key positions beside each of them stand for all.
     """
-    near = {n + d for n in _numbers(mask) for d in (-1, 0, 1) if abs(n) < _FAR}
+    near = {n + d for n in _numbers(mask) for d in (-1, 1) if abs(n) < _FAR}
     distances = {capacity + 1, _FAR} | {abs(n) for n in near if abs(n) > capacity}
     keys = {0, _FAR} | {n for n in near if n > 0}
     key, query = np.array([(k, k + d) for k, d in itertools.product(keys, distances)], np.int32).T[..., None]
