@@ -41,7 +41,11 @@ GUARDS = {
     "_dense": ["tests/test_contract.py -k 'dense and (any_sizes or no_keys)'", _OPTIONS, _WEIGHTS, _EDGES],
     "_online": ["tests/test_contract.py -k 'merging or part or merge'", _TILES, _MISUSE + " -k another"],
     "_plan": ["tests/test_blockwise.py -k 'plan or sizes_change or not_read or skips'", _TILES],
-    "_blockwise": [_TILES, "tests/test_blockwise.py -k 'plan or sizes_change or not_read or skips or third'"],
+    "_blockwise": [
+        _TILES,
+        "tests/test_blockwise.py -k 'plan or sizes_change or not_read or skips or third'",
+        "tests/test_ring.py -k every_option",
+    ],
     "_visible": [
         "tests/test_blockwise.py -k one_query",
         _OPTIONS,
