@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from jattn import _attention, _visible, masks, pictures
+from jattn import _attention, _plan, _tile, _visible, masks, pictures
 
 ROOT = Path(__file__).parents[2]
 PLOT = Path(__file__).with_name("peers.svg")
@@ -272,10 +272,9 @@ def sparse(T=4096, longer=16384):
     ms = medians(contenders)
     print(f"\nT = S = {longer}:", end="")
     for tiles in _attention._BLOCKWISE["cpu"][1]:
-        first = [np.arange(0, longer, tile) for tile in tiles]
-        t, s = first[0][:, None], first[1]
-        visible = (s < t + tiles[0]) & (s + tiles[1] > t - 255)
-        print(f" {100 * visible.mean():.1f} % of the tiles of {tiles}", end="")
+        one = _tile.inputs(np.zeros((longer, 1)), np.zeros((longer, 1)), None, mask=masks.window(255, 0))
+        visited = _plan.plan(one, tiles).kinds != _plan.EMPTY
+        print(f" {100 * visited.mean():.1f} % of the tiles of {tiles}", end="")
     print(" hold a pair of window(255, 0)\n")
     print("| | ms | share of all pairs' time |\n|---|---|---|")
     for name, time_ in ms.items():
