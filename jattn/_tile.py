@@ -280,13 +280,19 @@ def total(x, rows, keys):
     return keys if x.sink is None else keys + jnp.exp(x.sink - rows.peak)
 
 
+def sound(out):
+    """(T,): 1, and NaN for a row that has seen a value that is not finite, given its sums (T, D).
+
+    It is NaN as a whole, and so is what passes back through it.
+    """
+    # A sum says so, made small to be finite; XLA:CPU has no fast way to ask each number.
+    small = (jax.lax.stop_gradient(out) * 2**-64).sum(1)
+    return jnp.where(jnp.isnan(small), jnp.nan, jnp.ones_like(small))
+
+
 def results(x, rows, sums, dtype):
     """(T, D) in `dtype`, and Stats, or None if the sums were made without."""
-    # A row that has seen a value that is not finite is NaN as a whole, and so is what passes back through it.
-    # Its sum says so, made small to be finite; XLA:CPU has no fast way to ask each number.
-    small = (jax.lax.stop_gradient(sums.acc) * 2**-64).sum(1)
-    sound = jnp.where(jnp.isnan(small), jnp.nan, rows.sound)
-    whole = total(x, rows, sums.total) * sound
+    whole = total(x, rows, sums.total) * rows.sound * sound(sums.acc)
     alive = rows.alive
     own = None if rows.alive is None else rows.alive[:, None]
     out = seen(own, sums.acc / seen(alive, whole, 1)[:, None], 0).astype(dtype)
