@@ -124,15 +124,20 @@ def _arranged(x, names, order):
 
 def _dot(x, xs, y, ys, out):
     """The sum over axes that `out` lacks, all by names."""
+    sizes = dict(zip((*xs, *ys), (*x.shape, *y.shape), strict=True))
     both = [a for a in xs if a in ys]
     batch, summed = [a for a in both if a in out], [a for a in both if a not in out]
     found = batch + [a for names in (xs, ys) for a in names if a not in both]
+    # XLA:CPU would copy an operand before it multiplies, features in front, if there were an axis of size 1 too.
+    one = [a for a in batch if sizes[a] == 1]
+    x, y = (z.squeeze(tuple(names.index(a) for a in one)) for z, names in ((x, xs), (y, ys)))
+    xs, ys, batch = ([a for a in names if a not in one] for names in (xs, ys, batch))
 
     def numbers(axes):
         return [xs.index(a) for a in axes], [ys.index(a) for a in axes]
 
     product = jax.lax.dot_general(x, y, (numbers(summed), numbers(batch)), precision(x.dtype), wide(x.dtype))
-    return product.transpose([found.index(a) for a in out])
+    return product.reshape([sizes[a] for a in found]).transpose([found.index(a) for a in out])
 
 
 def _turned(x, xs, y, ys, out):
@@ -182,6 +187,15 @@ def _in_parts(x, xs, y, ys, out, seen):
     return jax.lax.cond(many, lambda: _one_query(x, xs, y, ys, out), in_parts)
 
 
+def _any_bad(x, axis):
+    """bool: whether any number is not finite, of an array with many numbers along `axis`."""
+    # The exponents say so: XLA:CPU reads integers at twice the speed of numbers whose sum would be NaN.
+    whole = np.dtype(f"int{8 * x.dtype.itemsize}")
+    inf = np.asarray(np.inf, x.dtype).view(whole)
+    exponents = jax.lax.bitcast_convert_type(x, whole) & inf
+    return (exponents.max(axis, initial=0) == inf).any()
+
+
 def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
     letters = *_LETTERS[spec][:2], "ts"
     xs, ys, *vs = (_named(letters[i], axes) for i, axes in enumerate(zip(*levels, strict=True) if levels else [()] * 3))
@@ -192,9 +206,16 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
         sizes |= dict(zip(vs[0], visible.shape, strict=True))
         visible = _arranged(visible, vs[0], pairs)
     form = _one_query if on_cpu and sizes["t"] == 1 else _turned if spec == _SPREAD else _dot
+    few = sizes["t"] < sizes["h"] and (visible is not None or form is _one_query)
+    if spec == _SCORES and form is _dot:
+        order = [*(a for a in ys if a not in ("s", "h")), "s", "h"]
+        y, ys = _arranged(y, ys, order), order
 
     def product(y):
         a, b = (z.astype(jnp.bfloat16) for z in (x, y)) if rounded else (x, y)
+        if spec == _SCORES and not few:
+            # XLA:CPU would copy keys with features in front, which takes four times as long.
+            b = jax.lax.optimization_barrier(b)
         out = [a for a in full if a in xs or a in ys]
         if form is _one_query and spec != _SPREAD and visible is not None and sizes["s"] >= _ENOUGH:
             found = _in_parts(a, xs, b, ys, out, visible.any(range(visible.ndim - 1)))
@@ -206,7 +227,6 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
         found = jnp.isnan((y * 0).sum(ys.index("h")))
         return _arranged(found, [a for a in ys if a != "h"], pairs)
 
-    few = sizes["t"] < sizes["h"] and (visible is not None or form is _one_query)
     if spec == _SCORES or visible is None:
         out = product(y if few else shown(y))
         if spec == _SCORES and visible is not None:
@@ -219,15 +239,22 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
 
     else:
 
+        def seen():
+            return like((visible & bad()).any(-1 if spec == _MIX else -2), (x, y))
+
+        def cleaned(found):
+            # Before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it.
+            return jnp.where(found[..., None], jnp.nan, product(jnp.where(jnp.isfinite(y), y, 0)))
+
         def careful():
-            # Before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it. The barrier
-            # leaves XLA no other way to make the sums of rows that see nothing bad than that of the plain product.
-            seen = (visible & bad()).any(-1 if spec == _MIX else -2)
-            clean = jax.lax.optimization_barrier(jnp.where(jnp.isfinite(y), y, 0))
-            return jnp.where(seen[..., None], jnp.nan, product(clean))
+            return cleaned(seen())
 
         if not few:
-            return jax.lax.cond(bad().any(), lambda: like(careful(), y), lambda: like(product(y), y))
+            # Else XLA:CPU would make weights once for the product, and once for their sum.
+            x = jax.lax.optimization_barrier(x)
+            nobody = jnp.zeros(jax.eval_shape(seen).shape, bool)
+            found = _any_bad(y, ys.index("s" if spec == _MIX else "t"))
+            return cleaned(jax.lax.cond(found, seen, lambda: like(nobody, (x, y))))
         out = product(y)
     # For few queries, to look for what is not finite costs as much as the product. But whatever it sums, with weight 0
     # too, shows in it. A sum tells, because XLA:CPU forgets a NaN in a maximum over 4096 numbers or more.
