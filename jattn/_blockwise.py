@@ -3,7 +3,8 @@
 The online softmax. Reading tile after tile of keys, a row keeps its largest logit so far, `peak`, and the sums of
 p = exp(logits - peak) and of p·value. When a tile raises the peak, the sums so far are multiplied by
 exp(old peak - new peak), as if they had been taken with the new one all along. After the last tile they are the sums
-that a dense row would have had, and no T x S array was made.
+that a dense row would have had, and no T x S array was made. Any other shift than the peak would do, as long as nothing
+overflows; a tile that hides nothing is tried with one that is known before its logits are (`_online.quick`).
 
 The derivative rule. With the peaks fixed, the sums are plain sums over tiles of `_tile.sums`, so their derivative is
 the sum of the derivatives of the tiles, each a linear function of the tangents of query, key, value, bias, ...:
@@ -152,6 +153,8 @@ def _found(static, *leaves):
             return _absorbed(static, state, static.inputs(*static.joined(of_keys, rest)))
 
         state = _round.folded(static.axis_name, visit, state, of_keys, static.narrow)
+    if _may_be_quick(static, x):
+        state = _online.settled(state)
     ties = None if state.ties is None else jnp.maximum(state.ties, 1)
     rows = _tile.rows(x, state.largest, ties, state.alive)
     sums = _tile.Sums(state.acc, state.total, state.moment, None if ties is None else ties - ties)
@@ -164,15 +167,27 @@ def _absorbed(static, state, x):
     plan = _plan.plan(x, static.block)
     (whole, tree), (leaves, of_x) = jax.tree.flatten(state), jax.tree.flatten(x)
 
-    def visit(kind, i, j, *parts):
+    def own(kind, i, j, parts):
         state, x = tree.unflatten(parts[: len(whole)]), of_x.unflatten(parts[len(whole) :])
         pairs = _plan.pairs(x, plan, i, j, kind)
-        x = _tile.cut(x, pairs)
+        return state, _tile.cut(x, pairs), pairs
+
+    def visit(kind, i, j, *parts):
+        state, x, pairs = own(kind, i, j, parts)
         return jax.tree.leaves(_online.absorb(state, x, pairs, _tile.visible_pairs(x, pairs)))
+
+    def quick(i, j, *parts):
+        return jax.tree.leaves(_online.quick(*own(_plan.FULL, i, j, parts)))
 
     grid, steps, kinds = _plan.walk(plan)
     visits = [functools.partial(visit, kind) for kind in kinds]
-    return tree.unflatten(_walk.folded(grid, steps, visits, whole, leaves, _cuts(x)))
+    quicks = [quick if kind == _plan.FULL and _may_be_quick(static, x) else None for kind in kinds]
+    return tree.unflatten(_walk.folded(grid, steps, visits, whole, leaves, _cuts(x), quicks))
+
+
+def _may_be_quick(static, x):
+    """Whether a full tile may go the quick way."""
+    return not static.stats and x.words is None and not x.operands.rounded and _tile.plain(x._replace(sink=None), None)
 
 
 def _jvp(primals, tangents, *, static, jaxpr, levels):

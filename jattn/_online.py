@@ -6,6 +6,7 @@ peak fade by exp(its peak - the common one), and add. `absorb` does so tile by t
 (out, lse) is such a state with the sums divided: peak lse, sums 1 and out.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,10 @@ from jattn import _checks, _tile, _visible
 
 
 class State(NamedTuple):
-    """Rows (t,) after some tiles: the peak so far, the sink included, what `_tile.Rows` will hold, and the sums."""
+    """Rows (t,) after some tiles: the peak so far, the sink included, what `_tile.Rows` will hold, and the sums.
+
+    After a `quick` tile the peak is what the sums are shifted by and no more, until they are `settled`.
+    """
 
     peak: Any
     largest: Any
@@ -39,6 +43,8 @@ def start(x, stats):
 
 def absorb(state, x, pairs, visible):
     """`state` of a tile's queries, after the tile, given its own inputs."""
+    # Read by several, each of which XLA:CPU would else give a copy of the whole array that this is a part of.
+    state = state._replace(peak=jax.lax.optimization_barrier(state.peak))
     logits = _tile.logits(x, visible)
     found = _tile.peaks(logits, visible)
     peak, largest = jnp.maximum(state.peak, found), jnp.maximum(state.largest, found)
@@ -56,6 +62,40 @@ def absorb(state, x, pairs, visible):
         count = _tile.tied(x, logits, visible, largest).sum(1).astype(total.dtype)
         ties = jnp.where(_tile.near(state.largest, largest, jnp.abs(largest)), ties, 0) + count
     return State(peak, largest, ties, alive, acc, total, moment)
+
+
+# In a quick tile, how far a logit may stand above what its row is shifted by, in nats; and how many such tiles sums must
+# be able to hold.
+_ROOM, _MANY = 40, 2**20
+
+
+def quick(state, x, pairs):
+    """`state` of rows without Stats after a tile that hides nothing, and bool (t,): whether a row of it is right.
+
+    The row stays shifted by its peak so far, or is by its first logit here: any shift gives the same softmax, as long
+    as nothing overflows. So sums are all that the tile gives, as one product, [p·value, p·1], and XLA:CPU makes logits,
+    p and that product as one, without writing a logit down. It only does so with a maximum between them; here that
+    keeps p from overflowing.
+    """
+    first = _tile.logits(x._replace(key=x.key[:1]), None)[:, 0]
+    shift = jnp.where(jnp.isfinite(state.peak), state.peak, first)
+    # Read by several: see `absorb`.
+    shift = jax.lax.optimization_barrier(jax.lax.stop_gradient(shift))
+    logits = _tile.logits(x, None)
+    p = jnp.exp(logits - jnp.maximum(logits.max(1) - _ROOM, shift)[:, None])
+    found = _visible.mix(p, jnp.concatenate([x.value, jnp.ones_like(x.value[:, :1])], 1), None, x.operands)
+    sure = (found[:, -1] < math.exp(_ROOM - 1)) & jnp.isfinite((found * _MANY).sum(1))
+    state = state._replace(peak=shift, largest=jnp.maximum(state.largest, shift), alive=state.alive | True)
+    return state._replace(acc=state.acc + found[:, :-1], total=state.total + found[:, -1]), sure
+
+
+def settled(state):
+    """`state` of rows without Stats, shifted by what no logit exceeds: the logarithm of their sum."""
+    up = jnp.maximum(jnp.log(jnp.where(state.total > 0, state.total, 1)), 0)
+    peak = jnp.where(jnp.isfinite(state.peak), state.peak + up, state.peak)
+    fade = jnp.exp(jnp.where(jnp.isfinite(state.peak), state.peak - peak, 0))
+    largest = jnp.where(jnp.isfinite(state.largest), peak, state.largest)
+    return state._replace(peak=peak, largest=largest, acc=state.acc * fade[:, None], total=state.total * fade)
 
 
 def merge(outs, lses):

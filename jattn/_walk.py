@@ -71,9 +71,14 @@ def cut(axes, shape):
     return tuple((i, "TS".index(a[0])) for i, (a, n) in named if a in ("T", "S") or (a in ("T?", "S?") and n != 1))
 
 
-def folded(grid, steps, functions, state, arrays, cuts):
-    """`state`, arrays (T, ...), after each step's function(i, j, *parts of the state, *parts of the arrays)."""
-    return _bound(_folded_p, grid, steps, functions, [*state, *arrays], (ROWS,) * len(state) + cuts, len(state))
+def folded(grid, steps, functions, state, arrays, cuts, quick):
+    """`state`, arrays (T, ...), after each step's function(i, j, *parts of the state, *parts of the arrays).
+
+    `quick` has for each function None, or what is tried first on a CPU, which gives bool (t,) besides: whether a row
+    of its result is right. The others are the function's.
+    """
+    cuts = (ROWS,) * len(state) + cuts
+    return _bound(_folded_p, grid, steps, functions, [*state, *arrays], cuts, len(state), quick=quick)
 
 
 def summed(grid, steps, functions, arrays, cuts):
@@ -81,16 +86,17 @@ def summed(grid, steps, functions, arrays, cuts):
     return _bound(_summed_p, grid, steps, functions, arrays, cuts, None)
 
 
-def _bound(primitive, grid, steps, functions, arrays, cuts, n):
+def _bound(primitive, grid, steps, functions, arrays, cuts, n, **others):
     steps = [jnp.asarray(x) for x in steps if x is not None]
-    jaxprs = _jaxprs(functions, [jax.typeof(steps[0]).update(shape=())] * 2, _part_avals(arrays, cuts, grid))
+    ij, avals = [jax.typeof(steps[0]).update(shape=())] * 2, _part_avals(arrays, cuts, grid)
+    jaxprs, others = _jaxprs(functions, ij, avals), {what: _jaxprs(fs, ij, avals) for what, fs in others.items()}
     out_cuts = (ROWS,) * (len(jaxprs[0].out_avals) if n is None else n)
-    params = {"grid": grid, "jaxprs": jaxprs, "cuts": cuts, "out_cuts": out_cuts}
+    params = {"grid": grid, "jaxprs": jaxprs, "cuts": cuts, "out_cuts": out_cuts, **others}
     return primitive.bind(*steps, *arrays, n_steps=len(steps), **params)
 
 
 def _jaxprs(functions, ij, avals):
-    return tuple(jax.make_jaxpr(f)(*ij, *avals) for f in functions)
+    return tuple(None if f is None else jax.make_jaxpr(f)(*ij, *avals) for f in functions)
 
 
 def _part_avals(arrays, cuts, grid):
@@ -98,40 +104,55 @@ def _part_avals(arrays, cuts, grid):
 
 
 def _run(steps, functions, outs, args, grid, cuts, out_cuts):
-    """`outs` after each step's function(i, j, parts of the outs, parts of the args) has replaced their parts."""
+    """`outs` after each step's function(i, j, own, cut) has replaced their parts.
+
+    own() gives the parts of the outs, cut() those of the args.
+    """
     rows, *count = steps
     if not len(rows):
         return outs
 
     def body(n, outs):
         i, j, which = rows[n]
-        own = [grid.part(x, c, (i, j)) for x, c in zip(outs, out_cuts, strict=True)]
 
         # Parts are cut in the branch: what goes into one is copied.
-        def visited(f):
-            return lambda: f(i, j, own, [grid.part(x, c, (i, j)) for x, c in zip(args, cuts, strict=True)])
+        def parts(xs, cuts):
+            return [grid.part(x, c, (i, j)) for x, c in zip(xs, cuts, strict=True)]
 
-        parts = lax.switch(which, [visited(f) for f in functions])
-        return [grid.replaced(x, part, c, (i, j)) for x, part, c in zip(outs, parts, out_cuts, strict=True)]
+        own, cut = functools.partial(parts, outs, out_cuts), functools.partial(parts, args, cuts)
+        found = lax.switch(which, [functools.partial(f, i, j, own, cut) for f in functions])
+        return [grid.replaced(x, part, c, (i, j)) for x, part, c in zip(outs, found, out_cuts, strict=True)]
 
     return lax.fori_loop(0, count[0] if count else len(rows), body, outs)
 
 
-def _fold(*operands, grid, jaxprs, cuts, out_cuts, n_steps):
+def _fold(*operands, grid, jaxprs, cuts, out_cuts, n_steps, quick):
     n = n_steps + len(out_cuts)
-    functions = [lambda i, j, own, parts, f=f: jaxpr_as_fun(f)(i, j, *own, *parts) for f in jaxprs]
+
+    def visit(jaxpr, quick, i, j, own, cut):
+        def careful():
+            return jaxpr_as_fun(jaxpr)(i, j, *own(), *cut())
+
+        def quickly():
+            *found, sure = jaxpr_as_fun(quick)(i, j, *own(), *cut())
+            mended = lax.cond(sure.all(), lambda: [_linear.zeros(x) for x in jaxpr.out_avals], careful)
+            rows = [sure.reshape(sure.shape + (1,) * (x.ndim - sure.ndim)) for x in found]
+            return [jnp.where(row, x, y) for row, x, y in zip(rows, found, mended, strict=True)]
+
+        return careful() if quick is None else lax.platform_dependent(cpu=quickly, default=careful)
+
+    functions = [functools.partial(visit, f, q) for f, q in zip(jaxprs, quick, strict=True)]
     steps, state, args = operands[:n_steps], list(operands[n_steps:n]), operands[n:]
     return _run(steps, functions, state, args, grid, cuts[len(out_cuts) :], out_cuts)
 
 
 def _sum(*operands, grid, jaxprs, cuts, out_cuts, n_steps):
-    def added(jaxpr):
-        f = jaxpr_as_fun(jaxpr)
-        return lambda i, j, own, parts: [x + y for x, y in zip(own, f(i, j, *parts), strict=True)]
+    def added(jaxpr, i, j, own, cut):
+        return [x + y for x, y in zip(own(), jaxpr_as_fun(jaxpr)(i, j, *cut()), strict=True)]
 
     zeros = [_linear.zeros(grid.aval(x, c, grid.lengths)) for x, c in zip(jaxprs[0].out_avals, out_cuts, strict=True)]
     steps, args = operands[:n_steps], operands[n_steps:]
-    return _run(steps, [added(f) for f in jaxprs], zeros, args, grid, cuts, out_cuts)
+    return _run(steps, [functools.partial(added, f) for f in jaxprs], zeros, args, grid, cuts, out_cuts)
 
 
 def _abstract(*_, grid, jaxprs, out_cuts, **params):
@@ -150,7 +171,7 @@ def _at_front(x, axis, n):
     return jnp.broadcast_to(x, (n, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
 
 
-def _batch(primitive, operands, axes, *, grid, jaxprs, cuts, out_cuts, n_steps):
+def _batch(primitive, operands, axes, *, grid, jaxprs, cuts, out_cuts, n_steps, **others):
     assert all(a is None for a in axes[:n_steps]), "the walk is the same for all that is mapped"
     args, axes, n = list(operands[n_steps:]), list(axes[n_steps:]), len(out_cuts)
     if primitive is _folded_p:
@@ -158,9 +179,14 @@ def _batch(primitive, operands, axes, *, grid, jaxprs, cuts, out_cuts, n_steps):
         args[:n] = [_at_front(x, a, size) for x, a in zip(args[:n], axes[:n], strict=True)]
         axes[:n] = [0] * n
     cuts, out_cuts = _shifted(cuts, axes), _shifted(out_cuts, [0] * n)
-    mapped = [jax.vmap(jaxpr_as_fun(f), (None, None, *axes), 0) for f in jaxprs]
-    jaxprs = _jaxprs(mapped, jaxprs[0].in_avals[:2], _part_avals(args, cuts, grid))
-    params = {"grid": grid, "jaxprs": jaxprs, "cuts": cuts, "out_cuts": out_cuts, "n_steps": n_steps}
+    ij, avals = jaxprs[0].in_avals[:2], _part_avals(args, cuts, grid)
+
+    def mapped(jaxprs):
+        functions = [f if f is None else jax.vmap(jaxpr_as_fun(f), (None, None, *axes), 0) for f in jaxprs]
+        return _jaxprs(functions, ij, avals)
+
+    params = {"grid": grid, "cuts": cuts, "out_cuts": out_cuts, "n_steps": n_steps}
+    params |= {what: mapped(fs) for what, fs in {"jaxprs": jaxprs, **others}.items()}
     return primitive.bind(*operands[:n_steps], *args, **params), [0] * n
 
 
@@ -205,17 +231,17 @@ def _transpose(cts, *operands, grid, jaxprs, cuts, out_cuts, n_steps):
     return [None] * n_steps + [next(out) if m else None for m in linear]
 
 
-def _primitive(name, run):
+def _primitive(name, run, *options):
     p = Primitive(name)
     p.multiple_results = True
     # Not of `bind`: see `_visible`.
-    p.def_impl(jax.jit(run, static_argnames=("grid", "jaxprs", "cuts", "out_cuts", "n_steps")))
+    p.def_impl(jax.jit(run, static_argnames=("grid", "jaxprs", "cuts", "out_cuts", "n_steps", *options)))
     p.def_abstract_eval(_abstract)
     batching.primitive_batchers[p] = functools.partial(_batch, p)
     mlir.register_lowering(p, mlir.lower_fun(run, multiple_results=True))
     return p
 
 
-_folded_p, _summed_p = _primitive("folded_over_tiles", _fold), _primitive("summed_over_tiles", _sum)
+_folded_p, _summed_p = _primitive("folded_over_tiles", _fold, "quick"), _primitive("summed_over_tiles", _sum)
 ad.primitive_jvps[_summed_p] = _jvp
 ad.primitive_transposes[_summed_p] = _transpose

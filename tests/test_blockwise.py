@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from battery import made
 from conftest import assert_close
 
 import jattn
-from jattn import _plan, _tile, biases, masks
+from jattn import _online, _plan, _rules, _tile, biases, masks
 
 F32 = jnp.float32
 
@@ -342,8 +343,9 @@ def test_tiles_without_a_visible_pair_are_not_read(f, args, tiles):
 def test_full_tiles_are_read_without_their_mask():
     def cases(mask):
         q = normal(0, 64, 2, 4)
-        f = jax.jit(lambda q: jattn.attention(q, q, q, mask, method="blockwise", block_size=(8, 8)))
-        return f.lower(q).as_text().count("stablehlo.case")
+        # With statistics, because there is no quick way for those.
+        how = {"method": "blockwise", "block_size": (8, 8), "return_stats": True}
+        return jax.jit(lambda q: jattn.attention(q, q, q, mask, **how)).lower(q).as_text().count("stablehlo.case")
 
     # One more than for a rule of which no tile is known to be full: which kind of tile this is.
     assert cases(masks.causal()) == cases(masks.rule(lambda q, k: q >= k)) + 1
@@ -358,6 +360,96 @@ def test_the_backward_pass_skips_them_too():
     # Once to fold, once to be recomputed. The callback has no part in what is recomputed for the transpose.
     assert visits(gradient, jnp.int32(9)) % 16 == 0
     assert visits(gradient, jnp.int32(9)) < 64
+
+
+# Full tiles, the quick way -------------------------------------------------------------------------------------------
+
+
+def longer(x, row, by):
+    return x.at[row].mul(by)
+
+
+# What of query, key and value, (20, 4), (24, 4), (24, 3), is other than normal, and whether the first of tiles of
+# (20, 8) is right the quick way: all logits within 39 nats of the first, above it, and no sum near an overflow.
+EXTREMES = {
+    "nothing": (lambda q, k, v: (q, k, v), True),
+    "the first key is far below": (lambda q, k, v: (jnp.abs(q), k.at[0].set(-100), v), False),
+    "the first key is far above": (lambda q, k, v: (jnp.abs(q) + 1, k.at[0].set(100), v), True),
+    "one key of the first tile": (lambda q, k, v: (q, longer(k, 5, 200), v), False),
+    "one key of the last tile": (lambda q, k, v: (q, longer(k, 20, 200), v), True),
+    "one query": (lambda q, k, v: (longer(q, 3, 200), k, v), False),
+    "logits of a million": (lambda q, k, v: (q * 1e3, k * 1e3, v), False),
+    "values that a sum can just hold": (lambda q, k, v: (q, k, v * 1e303), False),
+    "values that weigh more than they may": (lambda q, k, v: (jnp.abs(q), k.at[0].set(-10), v * 1e299), False),
+    "tiny values": (lambda q, k, v: (q, k, v * 1e-300), True),
+}
+
+
+def extreme(what):
+    q, k, v = (normal(i, *s, dtype=jnp.float64) for i, s in enumerate([(20, 4), (24, 4), (24, 3)]))
+    return EXTREMES[what][0](q, k, v)
+
+
+@functools.cache
+def value_and_gradients(mask, method):
+    block = (4, 8) if method == "blockwise" else None
+
+    def f(q, k, v, sink, size):
+        out = jattn.attend(q, k, v, mask, sink=sink, method=method, block_size=block) / size
+        return (out**2).sum(), out
+
+    return jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))
+
+
+@pytest.mark.parametrize("sink", [None, -200.0, 0.5, 200.0])
+@pytest.mark.parametrize("mask", [None, masks.causal(offset=4)], ids=["no mask", "causal"])
+@pytest.mark.parametrize("what", EXTREMES)
+def test_extreme_logits_and_values_are_right_the_quick_way_or_another(what, mask, sink):
+    x = extreme(what)
+    size = max(1.0, float(jnp.abs(x[2]).max()))
+    (_, out), gradients = value_and_gradients(mask, "blockwise")(*x, sink, size)
+    _, expected = value_and_gradients(mask, "dense")(*x, sink, size)
+    # Of logits of a million a ten-thousand-millionth is lost.
+    factor = 1e4 if what == "logits of a million" else 10
+    visible = None if mask is None else np.asarray(mask(np.arange(20), np.arange(24)))
+    assert_close(out, reference.attend(*x, visible, sink=sink).out / size, factor=factor)
+    if what == "values that a sum can just hold":
+        # The cotangent of such a value is so small that XLA:CPU makes it 0.
+        return
+    for got, other in zip(gradients, expected, strict=True):
+        assert_close(got, other, factor=factor)
+
+
+@pytest.mark.parametrize("what", EXTREMES)
+def test_a_tile_knows_whether_it_was_right(what):
+    q, k, v = extreme(what)
+    x = _tile.inputs(q, k[:8], v[:8])
+    _, sure = _online.quick(_online.start(x, stats=False), x, _rules.all_pairs(20, 8))
+    assert bool(sure.all()) == EXTREMES[what][1]
+
+
+def test_one_row_that_is_not_right_the_quick_way_changes_no_bit_of_another():
+    q, k, v = (normal(i, 2, 24, 2, 4) for i in range(3))
+
+    @jax.jit
+    def value_and_gradients(q, k, v):
+        def f(q, k, v):
+            return jattn.attention(q, k, v, masks.causal(), method="blockwise", block_size=(8, 8))
+
+        out, pull = jax.vjp(f, q, k, v)
+        return out, pull(jnp.ones_like(out))[0]
+
+    plain = value_and_gradients(q, k, v)
+    for bad in (300.0, jnp.nan):
+        for x, y in zip(value_and_gradients(q.at[1, 20, 1].set(bad), k, v), plain, strict=True):
+            same = np.asarray(x == y).all(-1)
+            assert not same[1, 20, 1]
+            assert same.sum() == same.size - 1
+        # A key of head 0, seen by later queries of that head in that sequence.
+        for x, y in zip(value_and_gradients(q, k.at[1, 5, 0].set(bad), v), plain, strict=True):
+            assert np.asarray(x == y)[0].all()
+            assert np.asarray(x == y)[1, :, 1].all()
+            assert np.asarray(x == y)[1, :5, 0].all()
 
 
 # Agreement -----------------------------------------------------------------------------------------------------------
