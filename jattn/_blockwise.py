@@ -186,8 +186,9 @@ def _absorbed(static, state, x):
 
 
 def _may_be_quick(static, x):
-    """Whether a full tile may go the quick way."""
-    return not static.stats and x.words is None and not x.operands.rounded and _tile.plain(x._replace(sink=None), None)
+    """Whether a full tile may go the quick way: sums of p are all that is asked for, and p is only multiplied."""
+    sums = not static.stats and x.words is None and not x.operands.rounded
+    return _tile.AS_ONE and sums and _tile.plain(x._replace(sink=None), None)
 
 
 def _jvp(primals, tangents, *, static, jaxpr, levels):

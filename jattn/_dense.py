@@ -15,21 +15,19 @@ def found(x, pairs, stats):
     ties = jnp.maximum(_tile.tied(x, logits, visible, largest).sum(1), 1).astype(largest.dtype) if stats else None
     alive = None if not stats and _tile.plain(x, visible) else _tile.some(visible, pairs)
     rows = _tile.rows(x, largest, ties, alive)
-    if x.operands.rounded and alive is not None:
-        whole = _tile.total(x, rows, _tile.weights(x, logits, visible, rows)[0].sum(1))
-        rows = rows._replace(total=jax.lax.stop_gradient(whole))
     return x, visible, logits, rows
 
 
 def attend(x, pairs, dtype, stats):
     """(T, D) in `dtype`, and Stats or None."""
     x, visible, logits, rows = found(x, pairs, stats)
-    if rows.alive is not None:
-        return _tile.results(x, rows, _tile.sums(x, pairs, visible, rows, stats), dtype)
-    # Divided before the product, as XLA:CPU makes that with the exp of few keys.
-    own = shares(x, rows, _tile.weights(x, logits, visible, rows)[0])[0]
-    out = _visible.mix(_tile.kept(x, pairs, own), x.value, visible, x.operands)
-    return (out * _tile.sound(out)[:, None]).astype(dtype), None
+    p = _tile.weights(x, logits, visible, rows)[0]
+    if rows.alive is None and _tile.AS_ONE:
+        out = _visible.mix(_tile.kept(x, pairs, shares(x, rows, p)[0]), x.value, visible, x.operands)
+        return (out * _tile.sound(out)[:, None]).astype(dtype), None
+    if x.operands.rounded:
+        rows = rows._replace(total=jax.lax.stop_gradient(_tile.total(x, rows, p.sum(1))))
+    return _tile.results(x, rows, _tile.sums(x, pairs, visible, rows, stats), dtype)
 
 
 def nothing(x, T, dtype):

@@ -64,8 +64,8 @@ def absorb(state, x, pairs, visible):
     return State(peak, largest, ties, alive, acc, total, moment)
 
 
-# In a quick tile, how far a logit may stand above what its row is shifted by, in nats; and how many such tiles sums must
-# be able to hold.
+# In a quick tile, how far a logit may stand above what its row is shifted by, in nats; and how many such tiles sums
+# must be able to hold.
 _ROOM, _MANY = 40, 2**20
 
 

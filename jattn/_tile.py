@@ -23,6 +23,10 @@ from jax import export
 
 from jattn import _dropout, _visible
 
+# Whether XLA:CPU makes a product, a softmax and a product as one if nothing else reads what is in between, and writes
+# none of it: twice as fast. In jax 0.10 that takes longer than one after the other, and in 0.11 the gradient does.
+AS_ONE = jax.__version_info__ >= (0, 12)
+
 
 class Inputs(NamedTuple):
     """One head: query (T, H), key (S, H), value (S, D) or None, all float32 or wider; and the options.
