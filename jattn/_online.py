@@ -64,9 +64,9 @@ def absorb(state, x, pairs, visible):
     return State(peak, largest, ties, alive, acc, total, moment)
 
 
-# In a quick tile, how far a logit may stand above what its row is shifted by, in nats; and how many such tiles sums
-# must be able to hold.
-_ROOM, _MANY = 40, 2**20
+# In a quick tile, how far a logit may stand above what its row is shifted by, in nats; how large that may be, since the
+# same logit of another product differs by its rounding; and how many such tiles sums must be able to hold.
+_ROOM, _LARGE, _MANY = 40, 2**16, 2**20
 
 
 def quick(state, x, pairs):
@@ -75,16 +75,16 @@ def quick(state, x, pairs):
     The row stays shifted by its peak so far, or is by its first logit here: any shift gives the same softmax, as long
     as nothing overflows. So sums are all that the tile gives, as one product, [p·value, p·1], and XLA:CPU makes logits,
     p and that product as one, without writing a logit down. It only does so with a maximum between them; here that
-    keeps p from overflowing.
+    keeps p from overflowing, or not if it is so large that no product agrees with another about it.
     """
     first = _tile.logits(x._replace(key=x.key[:1]), None)[:, 0]
     shift = jnp.where(jnp.isfinite(state.peak), state.peak, first)
     # Read by several: see `absorb`.
-    shift = jax.lax.optimization_barrier(jax.lax.stop_gradient(shift))
+    shift = jax.lax.optimization_barrier(shift)
     logits = _tile.logits(x, None)
-    p = jnp.exp(logits - jnp.maximum(logits.max(1) - _ROOM, shift)[:, None])
+    p = jnp.exp(logits - jnp.minimum(jnp.maximum(logits.max(1) - _ROOM, shift), _LARGE)[:, None])
     found = _visible.mix(p, jnp.concatenate([x.value, jnp.ones_like(x.value[:, :1])], 1), None, x.operands)
-    sure = (found[:, -1] < math.exp(_ROOM - 1)) & jnp.isfinite((found * _MANY).sum(1))
+    sure = (jnp.abs(shift) < _LARGE) & (found[:, -1] < math.exp(_ROOM - 1)) & jnp.isfinite((found * _MANY).sum(1))
     state = state._replace(peak=shift, largest=jnp.maximum(state.largest, shift), alive=state.alive | True)
     return state._replace(acc=state.acc + found[:, :-1], total=state.total + found[:, -1]), sure
 

@@ -107,7 +107,7 @@ class Plan(NamedTuple):
 
 
 # To visit a tile costs as much time as this many pairs. For window(255, 0) at T = S = 16384, 8 heads, H = 64, tiles of
-# 512 x 512, 512 x 256 and 256 x 256 took 17, 20 and 23 ms for a million pairs each (2 cores, AVX-512, jax 0.12).
+# 512 x 512, 512 x 256 and 256 x 256 took 16, 18 and 20 ms for a million pairs each (2 cores, AVX-512, jax 0.12).
 VISIT = 32768
 
 

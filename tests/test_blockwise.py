@@ -379,6 +379,9 @@ EXTREMES = {
     "one key of the last tile": (lambda q, k, v: (q, longer(k, 20, 200), v), True),
     "one query": (lambda q, k, v: (longer(q, 3, 200), k, v), False),
     "logits of a million": (lambda q, k, v: (q * 1e3, k * 1e3, v), False),
+    # Rounding moves them by more than exp can bear.
+    "logits of 1e20": (lambda q, k, v: (q * 1e10, k * 1e10, v), False),
+    "the last key is 1e20 above": (lambda q, k, v: (jnp.abs(q), k.at[23].set(1e20), v), True),
     "values that a sum can just hold": (lambda q, k, v: (q, k, v * 1e303), False),
     "values that weigh more than they may": (lambda q, k, v: (jnp.abs(q), k.at[0].set(-10), v * 1e299), False),
     "tiny values": (lambda q, k, v: (q, k, v * 1e-300), True),
