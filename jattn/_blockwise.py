@@ -188,7 +188,9 @@ def _absorbed(static, state, x):
 def _may_be_quick(static, x):
     """Whether a full tile may go the quick way: sums of p are all that is asked for, and p is only multiplied."""
     sums = not static.stats and x.words is None and not x.operands.rounded
-    return _tile.AS_ONE and sums and _tile.plain(x._replace(sink=None), None)
+    # Of few queries XLA:CPU would add the keys less exactly so.
+    many = x.query.shape[0] >= x.query.shape[1]
+    return _tile.AS_ONE and sums and many and _tile.plain(x._replace(sink=None), None)
 
 
 def _jvp(primals, tangents, *, static, jaxpr, levels):

@@ -206,15 +206,18 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
         sizes |= dict(zip(vs[0], visible.shape, strict=True))
         visible = _arranged(visible, vs[0], pairs)
     form = _one_query if on_cpu and sizes["t"] == 1 else _turned if spec == _SPREAD else _dot
-    few = sizes["t"] < sizes["h"] and (visible is not None or form is _one_query)
-    if spec == _SCORES and form is _dot:
+    short = sizes["t"] < sizes["h"]
+    few = short and (visible is not None or form is _one_query)
+    as_stored = spec == _SCORES and form is _dot and not short
+    if as_stored:
         order = [*(a for a in ys if a not in ("s", "h")), "s", "h"]
         y, ys = _arranged(y, ys, order), order
 
     def product(y):
         a, b = (z.astype(jnp.bfloat16) for z in (x, y)) if rounded else (x, y)
-        if spec == _SCORES and not few:
+        if as_stored:
             # XLA:CPU would copy keys with features in front, which takes four times as long.
+            # It does so for few queries, whose products are more exact that way.
             b = jax.lax.optimization_barrier(b)
         out = [a for a in full if a in xs or a in ys]
         if form is _one_query and spec != _SPREAD and visible is not None and sizes["s"] >= _ENOUGH:

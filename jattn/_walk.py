@@ -96,7 +96,7 @@ def _bound(primitive, grid, steps, functions, arrays, cuts, n, **others):
 
 
 def _jaxprs(functions, ij, avals):
-    return tuple(None if f is None else jax.make_jaxpr(f)(*ij, *avals) for f in functions)
+    return tuple(f and jax.make_jaxpr(f)(*ij, *avals) for f in functions)
 
 
 def _part_avals(arrays, cuts, grid):
@@ -182,7 +182,7 @@ def _batch(primitive, operands, axes, *, grid, jaxprs, cuts, out_cuts, n_steps, 
     ij, avals = jaxprs[0].in_avals[:2], _part_avals(args, cuts, grid)
 
     def mapped(jaxprs):
-        functions = [f if f is None else jax.vmap(jaxpr_as_fun(f), (None, None, *axes), 0) for f in jaxprs]
+        functions = [f and jax.vmap(jaxpr_as_fun(f), (None, None, *axes), 0) for f in jaxprs]
         return _jaxprs(functions, ij, avals)
 
     params = {"grid": grid, "cuts": cuts, "out_cuts": out_cuts, "n_steps": n_steps}
