@@ -242,12 +242,13 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
 
     else:
 
+        # Whatever jax 0.10 makes of an empty array is `like` y, because it forgets what that varies over.
         def seen():
-            return like((visible & bad()).any(-1 if spec == _MIX else -2), (x, y))
+            return like((visible & bad()).any(-1 if spec == _MIX else -2), y)
 
         def cleaned(found):
             # Before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it.
-            return jnp.where(found[..., None], jnp.nan, product(jnp.where(jnp.isfinite(y), y, 0)))
+            return like(jnp.where(found[..., None], jnp.nan, product(jnp.where(jnp.isfinite(y), y, 0))), y)
 
         def careful():
             return cleaned(seen())
@@ -257,7 +258,7 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
             x = jax.lax.optimization_barrier(x)
             nobody = jnp.zeros(jax.eval_shape(seen).shape, bool)
             found = _any_bad(y, ys.index("s" if spec == _MIX else "t"))
-            return cleaned(jax.lax.cond(found, seen, lambda: like(nobody, (x, y))))
+            return cleaned(jax.lax.cond(found, seen, lambda: like(nobody, y)))
         out = product(y)
     # For few queries, to look for what is not finite costs as much as the product. But whatever it sums, with weight 0
     # too, shows in it. A sum tells, because XLA:CPU forgets a NaN in a maximum over 4096 numbers or more.
