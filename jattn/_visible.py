@@ -250,16 +250,13 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
             # Before the product, because 0 * NaN is NaN; put back after it, for the rows that do see it.
             return like(jnp.where(found[..., None], jnp.nan, product(jnp.where(jnp.isfinite(y), y, 0))), y)
 
-        def careful():
-            return cleaned(seen())
-
         if not few:
             # Else XLA:CPU would make weights once for the product, and once for their sum.
             x = jax.lax.optimization_barrier(x)
             nobody = jnp.zeros(jax.eval_shape(seen).shape, bool)
             found = _any_bad(y, ys.index("s" if spec == _MIX else "t"))
             return cleaned(jax.lax.cond(found, seen, lambda: like(nobody, y)))
-        out = product(y)
+        out, careful = product(y), lambda: cleaned(seen())
     # For few queries, to look for what is not finite costs as much as the product. But whatever it sums, with weight 0
     # too, shows in it. A sum tells, because XLA:CPU forgets a NaN in a maximum over 4096 numbers or more.
     # Branches are `like` y because jax 0.10 forgets what an empty array varies over.
