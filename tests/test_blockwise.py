@@ -445,7 +445,7 @@ def test_one_row_that_is_not_right_the_quick_way_changes_no_bit_of_another():
     plain = value_and_gradients(q, k, v)
     for bad in (300.0, jnp.nan):
         for x, y in zip(value_and_gradients(q.at[1, 20, 1].set(bad), k, v), plain, strict=True):
-            same = np.asarray(x == y).all(-1)
+            same = np.all(np.asarray(x == y), axis=-1)
             assert not same[1, 20, 1]
             assert same.sum() == same.size - 1
         # A key of head 0, seen by later queries of that head in that sequence.
