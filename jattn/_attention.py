@@ -22,11 +22,17 @@ AXES = {
 }
 
 
-# Per platform: from how many logits of one head on "auto" is blockwise, and the tiles (queries, keys) to choose from.
-# cpu: 2 cores, AVX-512, jax 0.12, float32, 8 heads, H = 64. At 512 x 512, dense is 1.0 to 1.4 times as fast as
-# blockwise, and with a causal mask 1.0 to 1.2. At 1024 x 1024 it is 0.9 to 1.1 times, and causal 0.4 to 0.6.
+# Per platform: from how many logits of one head on "auto" is blockwise, from how many queries or keys on it is so too,
+# and the tiles (queries, keys) to choose from. One query without a mask stays dense, which reads each key once.
+# cpu: 2 cores, AVX-512, jax 0.12, float32, 8 heads, H = 64; how many times as long dense takes as blockwise:
+#   512 x 512                       0.7 to 1.0
+#   1024 x 1024                     0.9 to 1.1, causal 1.6 to 2.5
+#   2 to 256 x 2048, 2048 x 256     0.7 to 4.5, with a gradient 0.9 to 2.8, a quarter of the keys seen 1.5 to 16
+#   1 x 2048, masked                0.7, an eighth of the keys seen 1.7 to 2.1
+#   1 x 8192, masked                0.5 (one sequence), 2.0 (eight), an eighth of the keys seen 2.4 to 8.6
+#   1 x 8192, no mask               0.5 to 0.8
 # Nothing else is measured yet.
-_BLOCKWISE = {"cpu": (1024 * 1024, ((512, 512), (256, 256)))}
+_BLOCKWISE = {"cpu": (1024 * 1024, 2048, ((512, 512), (256, 256)))}
 
 
 def attend(
@@ -73,7 +79,7 @@ def attend(
         empty: what a query gets that may attend to nothing: "zero", or "raise" for an error. Where the mask is traced,
             "raise" is a check that JAX compiles inside `checkify.checkify` alone.
         method: "dense" makes all T x S logits at once, "blockwise" a tile of them at a time, in memory linear in T and
-            S, forward and backward; "auto" chooses one of these by T x S. "cudnn" is cuDNN's kernel on a GPU, for
+            S, forward and backward; "auto" chooses one of these by T and S. "cudnn" is cuDNN's kernel on a GPU, for
             float16 and bfloat16, without a mask or with `masks.causal()`, with gradients of first order; where a number
             is not finite, "blockwise" takes its place.
         block_size: (queries, keys) of a tile, for `method="blockwise"`; it need not divide T and S. None chooses.
@@ -452,8 +458,10 @@ class Call:
             if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
                 raise ValueError(f"{who}: block_size must be two positive ints, (queries, keys), got {block_size}.")
             return (sizes,)
-        enough, tiles = _BLOCKWISE.get(jax.default_backend(), _BLOCKWISE["cpu"])
-        return tiles if method == "blockwise" or (method == "auto" and T * S >= enough) else None
+        logits, length, tiles = _BLOCKWISE.get(jax.default_backend(), _BLOCKWISE["cpu"])
+        masked = "mask" in self.args or "there" in self.args
+        long = T * S >= logits or (max(T, S) >= length and (T > 1 or masked))
+        return tiles if method == "blockwise" or (method == "auto" and long) else None
 
     def cudnn(self, mask, scale, others, empty):
         """What cuDNN's kernel gives, or an error that says why it gives nothing."""

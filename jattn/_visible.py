@@ -100,10 +100,6 @@ def _varying_alike(*args):
 _LETTERS = {_SCORES: ("th", "sh", "ts"), _MIX: ("ts", "sh", "th"), _SPREAD: ("ts", "th", "sh")}
 
 
-# In how many parts the keys of one query are read where a mask may hide all of one; and from how many keys on.
-_PARTS, _ENOUGH = 8, 1024
-
-
 # `levels` are the vmaps that the product went through, outermost first: for each, the axis of every operand that it
 # maps, or None. An operand that is not mapped (keys that queries share, one mask for all heads) stays unmapped
 # down to XLA, and one that is keeps its axes where they are. The result has all levels in front.
@@ -161,32 +157,6 @@ def _one_query(x, xs, y, ys, out):
     return _arranged((x * y).sum(summed), [a for a in order if a in out], out)
 
 
-def _in_parts(x, xs, y, ys, out, seen):
-    """The same, where some keys are seen, bool (s,): a part of them of which none is seen is not read.
-
-    XLA:CPU copies a part before it reads it, so that more than half of them are read as a whole.
-    """
-    parts = np.array_split(np.arange(len(seen)), _PARTS)
-    found = [seen[part[0] : part[-1] + 1].any() for part in parts]
-
-    def cut(z, names, part):
-        return jax.lax.slice_in_dim(z, part[0], part[-1] + 1, axis=names.index("s")) if "s" in names else z
-
-    def product(part):
-        return _one_query(cut(x, xs, part), xs, cut(y, ys, part), ys, out)
-
-    def in_parts():
-        products = []
-        for part, any_seen in zip(parts, found, strict=True):
-            of_part = functools.partial(product, part)
-            like = jax.eval_shape(of_part)
-            products.append(jax.lax.cond(any_seen, of_part, functools.partial(jnp.zeros, like.shape, like.dtype)))
-        return jnp.concatenate(products, out.index("s")) if "s" in out else sum(products)
-
-    many = 2 * sum(any_seen.astype(np.int32) for any_seen in found) > len(parts)
-    return jax.lax.cond(many, lambda: _one_query(x, xs, y, ys, out), in_parts)
-
-
 def _any_bad(x, axis):
     """bool: whether any number is not finite, of an array with many numbers along `axis`."""
     # The exponents say so: XLA:CPU reads integers at twice the speed of numbers whose sum would be NaN.
@@ -220,11 +190,8 @@ def _whole(x, y, visible=None, *, spec, levels, rounded, on_cpu=False):
             # It does so for few queries, whose products are more exact that way.
             b = jax.lax.optimization_barrier(b)
         out = [a for a in full if a in xs or a in ys]
-        if form is _one_query and spec != _SPREAD and visible is not None and sizes["s"] >= _ENOUGH:
-            found = _in_parts(a, xs, b, ys, out, visible.any(range(visible.ndim - 1)))
-        else:
-            found = form(a, xs, b, ys, out)
-        return jnp.broadcast_to(_arranged(found, out, full), [sizes[a] for a in full])
+        found = _arranged(form(a, xs, b, ys, out), out, full)
+        return jnp.broadcast_to(found, [sizes[a] for a in full])
 
     def bad():
         found = jnp.isnan((y * 0).sum(ys.index("h")))

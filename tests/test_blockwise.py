@@ -120,15 +120,42 @@ def test_the_gradient_at_8192_needs_at_most_64_megabytes(layout, mask):
     assert temporaries("gradient", 8192, layout, mask) <= 64e6 + copies
 
 
-def test_auto_is_blockwise_where_that_is_faster():
-    def largest(T, S):
-        x = jnp.zeros((T, 1, 2)), jnp.zeros((S, 1, 2)), jnp.zeros((S, 1, 2))
-        return max(found.size for _, found in made(jax.make_jaxpr(jattn.attention)(*x)))
+@pytest.mark.parametrize(
+    ("T", "S", "masked", "blockwise"),
+    [
+        (512, 512, True, False),
+        (1024, 1024, False, True),
+        (2, 2047, True, False),
+        (2, 2048, False, True),
+        (2048, 64, False, True),
+        # One query without a mask: dense reads each key once.
+        (1, 8192, False, False),
+        (1, 2048, True, True),
+    ],
+)
+def test_auto_is_blockwise_where_that_is_faster(T, S, masked, blockwise):
+    def f(q, k, v, length):
+        return jattn.attention(q, k, v, masks.lengths(key=length) if masked else None)
 
-    assert largest(512, 512) == 512 * 512
-    assert largest(1024, 1024) == largest(2048, 2048) == 512 * 512
-    # Decoding: nothing is larger than the keys, (8192, 2), and they are not copied.
-    assert largest(1, 8192) <= 2 * 8192
+    x = jnp.zeros((T, 1, 2)), jnp.zeros((S, 1, 2)), jnp.zeros((S, 1, 2)), jnp.int32(5)
+    assert ("sums_over_keys" in str(jax.make_jaxpr(f)(*x))) == blockwise
+
+
+def test_one_query_copies_no_keys():
+    x = jnp.zeros((1, 1, 2)), jnp.zeros((8192, 1, 2)), jnp.zeros((8192, 1, 2))
+    assert max(found.size for _, found in made(jax.make_jaxpr(jattn.attention)(*x))) <= 2 * 8192
+
+
+def test_decoding_needs_no_memory_for_the_unused_part_of_a_cache():
+    def f(q, k, v, length):
+        return jattn.attention(q, k, v, masks.lengths(key=length))
+
+    def temporaries(S):
+        x = jnp.zeros((2, 1, 4, 64)), *[jnp.zeros((2, S, 2, 64))] * 2, jnp.zeros(2, jnp.int32)
+        return jax.jit(f).lower(*x).compile().memory_analysis().temp_size_in_bytes
+
+    # The keys alone are 67 MB. The plan grows, by some numbers for each tile.
+    assert temporaries(65536) < 1.1 * temporaries(4096) < 4e6
 
 
 def test_dense_logits_go_from_product_to_weights_without_a_guard():
@@ -318,6 +345,11 @@ IDS_OF_EIGHT = jnp.arange(64, dtype=jnp.int32) // 8
             lambda c, n: jax.vmap(lambda n: run(c & masks.lengths(key=n)))(n),
             (jnp.array([1, 17, 3], jnp.int32),),
             24,
+        ),
+        "one query and a cache of which 600 slots of 4096 are used, where nobody chose an engine": (
+            lambda c, n: jattn.attention(normal(0, 1, 2, 4), *[normal(1, 4096, 2, 4)] * 2, c & masks.lengths(key=n)),
+            (jnp.int32(600),),
+            2,
         ),
         "eight traced segments": (lambda c, ids: run(c & masks.segments(ids)), (IDS_OF_EIGHT,), 8),
         "eight segments of a batch under vmap": (
