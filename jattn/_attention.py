@@ -31,8 +31,9 @@ AXES = {
 #   1 x 2048, masked                0.7, an eighth of the keys seen 1.7 to 2.1
 #   1 x 8192, masked                0.5 (one sequence), 2.0 (eight), an eighth of the keys seen 2.4 to 8.6
 #   1 x 8192, no mask               0.5 to 0.8
-# Nothing else is measured yet.
-_BLOCKWISE = {"cpu": (1024 * 1024, 2048, ((512, 512), (256, 256)))}
+# Nothing else is measured yet. There a walk over the tiles of a few queries may well cost more than what it skips.
+_TILES = (512, 512), (256, 256)
+_BLOCKWISE = {"cpu": (1024 * 1024, 2048, _TILES), "other": (1024 * 1024, math.inf, _TILES)}
 
 
 def attend(
@@ -458,7 +459,7 @@ class Call:
             if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
                 raise ValueError(f"{who}: block_size must be two positive ints, (queries, keys), got {block_size}.")
             return (sizes,)
-        logits, length, tiles = _BLOCKWISE.get(jax.default_backend(), _BLOCKWISE["cpu"])
+        logits, length, tiles = _BLOCKWISE.get(jax.default_backend(), _BLOCKWISE["other"])
         masked = "mask" in self.args or "there" in self.args
         long = T * S >= logits or (max(T, S) >= length and (T > 1 or masked))
         return tiles if method == "blockwise" or (method == "auto" and long) else None

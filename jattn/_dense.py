@@ -21,11 +21,12 @@ def found(x, pairs, stats):
 def attend(x, pairs, dtype, stats):
     """(T, D) in `dtype`, and Stats or None."""
     x, visible, logits, rows = found(x, pairs, stats)
-    p = _tile.weights(x, logits, visible, rows)[0]
     if rows.alive is None and _tile.AS_ONE:
+        p, _ = _tile.weights(x, logits, visible, rows)
         out = _visible.mix(_tile.kept(x, pairs, shares(x, rows, p)[0]), x.value, visible, x.operands)
         return (out * _tile.sound(out)[:, None]).astype(dtype), None
     if x.operands.rounded:
+        p, _ = _tile.weights(x, logits, visible, rows)
         rows = rows._replace(total=jax.lax.stop_gradient(_tile.total(x, rows, p.sum(1))))
     return _tile.results(x, rows, _tile.sums(x, pairs, visible, rows, stats), dtype)
 

@@ -137,12 +137,18 @@ def _dot(x, xs, y, ys, out):
 
 
 def _turned(x, xs, y, ys, out):
-    """The same, with the small operand of `_SPREAD` turned first, and a barrier to keep XLA:CPU from undoing it.
+    """The same, with the smaller operand of `_SPREAD` turned first, and a barrier to keep XLA:CPU from undoing it.
 
-    It would contract over the leading axis of the large one instead, at half the speed.
+    It would contract over the leading axis of the larger one instead, at half the speed.
     """
-    order = [*(a for a in ys if a not in ("t", "h")), "h", "t"]
-    return _dot(jax.lax.optimization_barrier(_arranged(y, ys, order)), order, x, xs, out)
+
+    def turned(z, names, last):
+        order = [*(a for a in names if a not in ("t", last)), last, "t"]
+        return jax.lax.optimization_barrier(_arranged(z, names, order)), order
+
+    if x.shape[xs.index("s")] < y.shape[ys.index("h")]:
+        return _dot(*turned(x, xs, "s"), y, ys, out)
+    return _dot(*turned(y, ys, "h"), x, xs, out)
 
 
 def _one_query(x, xs, y, ys, out):
