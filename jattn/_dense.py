@@ -15,6 +15,9 @@ def found(x, pairs, stats):
     ties = jnp.maximum(_tile.tied(x, logits, visible, largest).sum(1), 1).astype(largest.dtype) if stats else None
     alive = None if not stats and _tile.plain(x, visible) else _tile.some(visible, pairs)
     rows = _tile.rows(x, largest, ties, alive)
+    if x.operands.rounded:
+        p, _ = _tile.weights(x, logits, visible, rows)
+        rows = rows._replace(total=jax.lax.stop_gradient(_tile.total(x, rows, p.sum(1))))
     return x, visible, logits, rows
 
 
@@ -25,9 +28,6 @@ def attend(x, pairs, dtype, stats):
         p, _ = _tile.weights(x, logits, visible, rows)
         out = _visible.mix(_tile.kept(x, pairs, shares(x, rows, p)[0]), x.value, visible, x.operands)
         return (out * _tile.sound(out)[:, None]).astype(dtype), None
-    if x.operands.rounded:
-        p, _ = _tile.weights(x, logits, visible, rows)
-        rows = rows._replace(total=jax.lax.stop_gradient(_tile.total(x, rows, p.sum(1))))
     return _tile.results(x, rows, _tile.sums(x, pairs, visible, rows, stats), dtype)
 
 

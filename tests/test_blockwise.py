@@ -141,11 +141,6 @@ def test_auto_is_blockwise_where_that_is_faster(T, S, masked, blockwise):
     assert ("sums_over_keys" in str(jax.make_jaxpr(f)(*x))) == blockwise
 
 
-def test_one_query_copies_no_keys():
-    x = jnp.zeros((1, 1, 2)), jnp.zeros((8192, 1, 2)), jnp.zeros((8192, 1, 2))
-    assert max(found.size for _, found in made(jax.make_jaxpr(jattn.attention)(*x))) <= 2 * 8192
-
-
 def test_decoding_needs_no_memory_for_the_unused_part_of_a_cache():
     def f(q, k, v, length):
         return jattn.attention(q, k, v, masks.lengths(key=length))
@@ -170,23 +165,12 @@ def test_dense_logits_go_from_product_to_weights_without_a_guard():
     assert chosen(masks.causal())
 
 
-def decoding(mask):
-    """The program for one query over 4096 keys, 8 batch elements, heads 8 / 2; lengths are traced."""
-    x = jnp.zeros((8, 1, 8, 64), F32), jnp.zeros((8, 4096, 2, 64), F32), jnp.zeros((8, 4096, 2, 64), F32)
-    return jax.jit(lambda *x: jattn.attention(*x[:3], mask(x[3]))).lower(*x, jnp.zeros(8, jnp.int32))
-
-
 def test_one_query_reads_keys_and_values_as_they_lie():
-    program = decoding(lambda lengths: None)
+    x = jnp.zeros((8, 1, 8, 64), F32), *[jnp.zeros((8, 4096, 2, 64), F32)] * 2
+    program = jax.jit(jattn.attention).lower(*x)
     # As products, XLA:CPU copies both with heads in front: 34 MB.
     assert "dot_general" not in program.as_text()
     assert program.compile().memory_analysis().temp_size_in_bytes < 8 * 4096 * 2 * 64 * 4 / 4
-
-
-def test_one_query_reads_the_part_of_the_keys_that_it_sees():
-    # A branch for each eighth of keys, and of values, that skips it.
-    text = decoding(lambda lengths: masks.lengths(key=lengths)).as_text()
-    assert text.count("tensor<8x512x2x64xf32>") >= 16 and text.count("stablehlo.case") >= 16
 
 
 def test_one_query_finds_the_one_key_that_it_sees():
