@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import _blockwise, _checks, _cudnn, _dense, _dropout, _rules, _tile, _visible, biases, masks
+from jattn import _blockwise, _checks, _cudnn, _dense, _dropout, _mesh, _rules, _tile, _visible, biases, masks
 
 AXES = {
     "query": ("*B", "T", "N", "H"),
@@ -481,7 +481,8 @@ class Call:
         out = _cudnn.attend(_blockwise_attention, scale, mask is not None, *x)
         return out if self.heads else out[:, 0]
 
-    def run(self, engine, empty, head_axis=1, blocks=None):
+    def run(self, engine, empty, head_axis=1, blocks=None, led=True):
+        """What the engine gives, arrays that are all `led` by batches, heads and queries, or not."""
         _checks.choice(self.who, "empty", empty, ("zero", "raise"))
         refused = None
         # What empty rows are asked of may say nothing of batches and heads: without any, there is no row.
@@ -494,7 +495,15 @@ class Call:
             else:
                 refused = self.who, tuple(seen)
         how = {"engine": engine, "head_axis": head_axis, "blocks": blocks, "refused": refused}
-        return _lifted(self.args, **how, **self._plan(self.args))
+        run = functools.partial(_lifted, **how, **self._plan(self.args))
+        return _mesh.placed(run, (self.args,), self._lead(head_axis) if led else ())
+
+    def _lead(self, head_axis):
+        """What batches, heads and queries of the result are sharded over: what those of the query are."""
+        *lead, _ = _mesh.axes(self.args["query"])
+        if "rows" in self.args:
+            lead[-2 if self.heads else -1] = None
+        return [*lead[:-2], lead[-1], lead[-2]] if self.heads and head_axis == 0 else lead
 
     def _plan(self, args):
         B, K = self.sizes["B"], self.sizes["K"]

@@ -1,5 +1,6 @@
 """multihead: attention as a layer, from tokens to tokens. Its arrays are a pytree, its options those of attention."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jattn import _checks, _visible, masks
+from jattn import _checks, _mesh, _visible, masks
 from jattn._attention import attend_as, attention
 from jattn._cache import Cache, cached_as, cached_attention
 
@@ -196,9 +197,7 @@ def multihead(
         out, cache = cached_as(_WHO, query, key, value, cache, mask, bias, **options)
 
     out, *stats = out if options.get("return_stats") else (out,)
-    # Over N and D at once.
-    N, D, M = params.out.shape
-    out = _projected(out.reshape(*x.shape[:-1], N * D), params.out.reshape(N * D, M), params.out_bias)
+    out = _projected(out, params.out, params.out_bias, summed=2)
     out = (out, *stats) if stats else out
     return out if cache is None else (out, cache)
 
@@ -269,12 +268,17 @@ def _(primals, tangents):
     return _cleaned(*primals), *tangents
 
 
-@jax.jit
-def _projected(x, weights, bias=None, norm=None):
-    """(..., F) by (F, ...), plus a bias, and normalised over the last axis."""
+def _projected(x, weights, bias=None, norm=None, summed=1):
+    """(..., F) by (F, ...), F being so many axes, plus a bias, and normalised over the last axis."""
+    over = *_mesh.axes(x)[:-summed], *_mesh.axes(weights)[summed:]
+    return _mesh.placed(functools.partial(_projection, summed=summed), (x, weights, bias, norm), over)
+
+
+@functools.partial(jax.jit, static_argnames="summed")
+def _projection(x, weights, bias, norm, summed):
     dtype = _visible.wide(x.dtype)
     precision = _visible.precision(x.dtype)
-    out = jnp.tensordot(_cleaned(x), weights, 1, precision=precision, preferred_element_type=dtype)
+    out = jnp.tensordot(_cleaned(x), weights, summed, precision=precision, preferred_element_type=dtype)
     if bias is not None:
         out += jax.lax.expand_dims(bias.astype(dtype), range(out.ndim - bias.ndim))
     if norm is not None:
@@ -283,5 +287,5 @@ def _projected(x, weights, bias=None, norm=None):
         out *= jax.lax.expand_dims(norm.astype(dtype), range(out.ndim - 1))
     # The derivatives of weights, bias and norm sum over all tokens. A token that is not visible adds 0, but would add
     # NaN, 0 * NaN, if it went in as NaN. So that comes in last, as a constant.
-    bad = jnp.where(jnp.isfinite(x).all(-1), 0, jnp.nan).astype(dtype)
+    bad = jnp.where(jnp.isfinite(x).all(tuple(range(-summed, 0))), 0, jnp.nan).astype(dtype)
     return (out + jax.lax.expand_dims(bad, range(bad.ndim, out.ndim))).astype(x.dtype)

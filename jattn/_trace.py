@@ -213,7 +213,7 @@ def trace(
     call.sources(mask, bias)
     call.numbers(scale, softcap, sink)
     call.positions(query_positions=query_positions, key_positions=key_positions)
-    return dataclasses.replace(call.run(_traced, empty), empty=empty)
+    return dataclasses.replace(call.run(_traced, empty, led=False), empty=empty)
 
 
 def _traced(args, T, S, blocks):

@@ -1376,6 +1376,58 @@ def test_shard_map_over_batch_heads_and_queries_is_plain(engine):
     assert ran.stdout.split() == ["batch", "done", "heads", "done", "queries", "done"], ran.stderr[-3000:]
 
 
+def test_on_a_mesh_with_explicit_axes_it_is_plain(engine):
+    code = f"""
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        import conftest
+        from battery import Sizes, inputs
+        from conftest import assert_close
+        from jattn import attention, attention_weights, masks, trace
+
+        # The kind of axes that JAX's meshes have by default: an operation must know where its result shall be.
+        mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+        arrays = [jnp.asarray(x) for x in (*inputs(Sizes((2,), 4, 6, 4, 2, 4, 2)), np.array([3, 0]))]
+
+        def f(query, key, value, lengths):
+            mask = masks.causal(offset=1) & masks.lengths(key=lengths)
+            out, stats = attention(query, key, value, mask, softcap=2.0, return_stats=True, **{engine!r})
+            return out, stats.lse, stats.entropy
+
+        def loss(query, key, value, lengths):
+            return (f(query, key, value, lengths)[0] ** 2).sum()
+
+        def weights(query, key, value, lengths, rows=None):
+            return attention_weights(query, key, masks.lengths(key=lengths), rows=rows)
+
+        gradients = jax.grad(loss, (0, 1, 2))
+        second = lambda *x: jax.jvp(gradients, x, (*x[:3], np.zeros(2, jax.dtypes.float0)))[1]
+        mapped = jax.vmap(f)
+        some_rows = lambda *x: weights(*x, rows=jnp.array([2, 0]))
+        steps = lambda q, k, v, n: trace(q.mean((0, 2)), k.mean((0, 2)), v.mean((0, 2))).out
+        functions = f, weights, gradients, second, mapped, some_rows, steps
+        expected = [jax.tree.leaves(jax.jit(g)(*arrays)) for g in functions]
+
+        batch, heads, both = P("x"), P(None, None, "y"), P("x", None, "y")
+        for spec, of_keys in ((both, both), (heads, heads), (P("x", "y"), batch), (batch, P("x", "y"))):
+            where = [NamedSharding(mesh, s) for s in (spec, of_keys, of_keys, P(spec[0]))]
+            placed = [jax.device_put(x, s) for x, s in zip(arrays, where, strict=True)]
+            programs = [jax.jit(g).lower(*placed).compile() for g in functions]
+            if spec == both:
+                assert "all-gather" not in programs[0].as_text() and "all-to-all" not in programs[0].as_text()
+            got = [jax.tree.leaves(program(*placed)) for program in programs]
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+                assert_close(jax.device_get(a), b, factor=10)
+            b, t, n = (*spec, None, None)[:3]
+            found = [(x, (b, t, n)) for x in got[0]] + [(got[1][0], (b, n, t))]
+            assert all(x.sharding.is_equivalent_to(NamedSharding(mesh, P(*axes)), x.ndim) for x, axes in found)
+            assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(got[2], where[:3], strict=True))
+        print("done")
+    """
+    ran = _python(code, XLA_FLAGS="--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0")
+    assert ran.stdout == "done\n", ran.stderr[-3000:]
+
+
 # Clause 12: determinism and dropout
 
 

@@ -331,6 +331,32 @@ def test_shard_map_over_batches_is_plain():
         assert_close(a, b, factor=10)
 
 
+HEADS = MultiHead(*3 * [jax.P(None, "y")], *4 * [jax.P("y")], *3 * [jax.P()])._replace(out_bias=jax.P())
+
+
+@pytest.mark.parametrize("where", [MultiHead(*10 * [jax.P()]), HEADS, MultiHead(*10 * [jax.P("x")])])
+def test_on_a_mesh_with_explicit_axes_it_is_plain(where):
+    """Of one device, whose types are those of many: batches are sharded, and nothing else, heads, or all parameters."""
+    p, x = params(*BIASES, *NORMS), tokens()
+    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    placed = [jax.tree.map(lambda a, s: jax.device_put(a, jax.NamedSharding(mesh, s)), p, where)]
+    placed += [jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))]
+
+    def f(p, x):
+        return multihead(p, x, mask=masks.causal() & masks.lengths(key=4), rotary=rotary)
+
+    def both(p, x):
+        return f(p, x), jax.grad(lambda p, x: (f(p, x) ** 2).sum(), (0, 1))(p, x)
+
+    got, expected = jax.jit(both)(*placed), jax.jit(both)(p, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert_close(a, b, factor=10)
+    out, gradients = got
+    assert jax.typeof(out).sharding.spec == jax.P("x", None, None)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(placed), strict=True):
+        assert jax.typeof(a).sharding.spec == jax.typeof(b).sharding.spec
+
+
 def test_debug_flags_find_nothing():
     p, x = params(*BIASES, *NORMS), tokens()
     with jax.debug_nans(True), jax.debug_infs(True):
