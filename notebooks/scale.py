@@ -67,7 +67,7 @@ def seconds(cost, *, flops, bandwidth, overlap=True):
     return max(compute, communicate) if overlap else compute + communicate
 
 
-def program(T, P, *, N, K, H, size=4, gradient=False, tile=None) -> Any:
+def program(T, P, *, N, K, H, size=4, gradient=False, tile=None, softcap=None) -> Any:
     """The compiled program of attention over T tokens on P devices, or of output and gradient; size 2 is bfloat16.
 
     Without a tile devices trade heads for tokens.
@@ -76,7 +76,7 @@ def program(T, P, *, N, K, H, size=4, gradient=False, tile=None) -> Any:
     tokens = jax.P("x")
 
     def part(query, key, value):
-        return jattn.ring.attention(query, key, value, axis_name="x", block_size=(tile, tile))
+        return jattn.ring.attention(query, key, value, axis_name="x", block_size=(tile, tile), softcap=softcap)
 
     attend = jax.shard_map(part if tile else traded, mesh=mesh, in_specs=tokens, out_specs=tokens)
 
@@ -93,9 +93,11 @@ def counted(T, P, *, gradient=False, tile, **sizes):
     """`Cost` by the compiler's own counts.
 
     Of a loop it counts one step: so a step is all that two parts share. Forward two of P steps count, one in the loop
-    and the last, which is outside; backward one.
+    and the last, which is outside; backward one. Of a choice it counts both sides, and in float32 without a softcap
+    there are two ways to make a tile, of which one is taken.
     """
-    steps, forward = (program(T, P, gradient=g, tile=T // P, **sizes) for g in (gradient, False))
+    softcap = 50.0 if sizes.get("size", 4) == 4 else None
+    steps, forward = (program(T, P, gradient=g, tile=T // P, softcap=softcap, **sizes) for g in (gradient, False))
     each = forward.cost_analysis()["flops"]
     flops = P / 2 * each + P * (steps.cost_analysis()["flops"] - each)
     memory = program(T, P, gradient=gradient, tile=tile, **sizes).memory_analysis()

@@ -1403,7 +1403,7 @@ def test_on_a_mesh_with_explicit_axes_it_is_plain(engine):
         gradients = jax.grad(loss, (0, 1, 2))
         second = lambda *x: jax.jvp(gradients, x, (*x[:3], np.zeros(2, jax.dtypes.float0)))[1]
         mapped = jax.vmap(f)
-        some_rows = lambda *x: weights(*x, rows=jnp.array([2, 0]))
+        some_rows = lambda *x: weights(*x, rows=jnp.array([2, 0, 3]))
         steps = lambda q, k, v, n: trace(q.mean((0, 2)), k.mean((0, 2)), v.mean((0, 2))).out
         functions = f, weights, gradients, second, mapped, some_rows, steps
         expected = [jax.tree.leaves(jax.jit(g)(*arrays)) for g in functions]
