@@ -89,8 +89,8 @@ for gradient in (False, True):
 # The arithmetic needs care. XLA counts the body of a loop *once*, however often it goes round. So the program above was
 # made with one tile to a part: its loops over devices are the only ones that go round. Forward that is P - 1 times, and
 # the last step stands behind it. It counts two steps, of P. And of a choice it counts *both* sides: in float32 there
-# are two ways to make a tile, and the faster one is taken if its result is right; with a softcap there is one. A program
-# without loops and choices can tell whether that is right.
+# are two ways to make a tile, and the faster one is taken if its result is right; with a softcap there is one. A
+# program without loops and choices can tell whether that is right.
 
 # %%
 flops = 8 / 2 * scale.program(T, 8, tile=T // 8, softcap=50.0, **sizes).cost_analysis()["flops"]
