@@ -1,7 +1,8 @@
 """Times of jattn and its peers, side by side: `make bench`, or `make bench ARGS="long small"` for some tables.
 
 Every row is one question. Its contenders run in turns, so that what slows the machine slows all of them; the medians
-are printed, and how many times faster jattn is than each peer. A gradient is timed with the output, for a cotangent
+are printed, and how many times faster jattn is than each peer. In its turn a contender runs twice, and the second run
+is timed: the first finds caches and memory as another left them. A gradient is timed with the output, for a cotangent
 that the compiler does not know: where it is that of a sum, a peer need not make the output at all. jattn and jax.nn run
 in this process, torch and tokamax each in their own (`worker.py`), one call at a time. Temporaries are counted by the
 compiler where there is one.
@@ -29,13 +30,14 @@ from jattn import _attention, _plan, _tile, _visible, masks, pictures
 ROOT = Path(__file__).parents[2]
 PLOT = Path(__file__).with_name("peers.svg")
 SECONDS, TURNS = 3.0, 3  # a row takes at least both
+RUNS = 2  # of a turn, of which the last is timed
 N, H = 8, 64
 
 
 def question(T, **of):
     """All that a contender needs to know; `worker.py` gets it as JSON."""
     small = {"B": 1, "S": T, "N": N, "K": of.get("N", N), "H": H, "dtype": "float32", "causal": False}
-    small |= {"rows": False, "runs": 1}
+    small |= {"rows": False, "runs": RUNS}
     return small | {"T": T, "gradient": False, "window": None, "lengths": None, "implementation": None} | of
 
 
@@ -46,13 +48,13 @@ class Missing(Exception):
 class Here:
     """A function compiled in this process, with its arrays."""
 
-    def __init__(self, f, x, runs=1):
-        self.f, self.x, self.runs = jax.jit(f).lower(*x).compile(), x, runs
+    def __init__(self, f, x):
+        self.f, self.x = jax.jit(f).lower(*x).compile(), x
         self.megabytes = self.f.memory_analysis().temp_size_in_bytes / 1e6
         jax.block_until_ready(self.f(*x))
 
     def ms(self):
-        for _ in range(self.runs):
+        for _ in range(RUNS):
             start = time.perf_counter()
             jax.block_until_ready(self.f(*self.x))
             last = time.perf_counter() - start
@@ -132,13 +134,13 @@ def here(f, r):
     """With `gradient`, the output and its gradients for a given cotangent, as a step of training needs them."""
     x = arrays(r)
     if not r["gradient"]:
-        return Here(f, x, r["runs"])
+        return Here(f, x)
 
     def step(cotangent, *x):
         out, pull = jax.vjp(f, *x)
         return out, pull(cotangent)
 
-    return Here(step, (jnp.ones_like(x[0]), *x), r["runs"])
+    return Here(step, (jnp.ones_like(x[0]), *x))
 
 
 # Which environment a peer lives in, what `worker.py` is told, and what is added to its questions.
@@ -232,13 +234,13 @@ def long(T=4096, dtypes=("float32", "bfloat16")):
 
 
 def small(batches=(1, 8, 64), lengths=(16, 64, 128, 256, 512, 1024)):
-    title = "Short sequences, 8 heads, H = 64, float32; the last of three runs in each turn"
+    title = "Short sequences, 8 heads, H = 64, float32"
     with table(title, "jax.nn", "torch") as row:
         for B in batches:
             for T in lengths:
                 # More would need gigabytes for jax.nn's logits.
                 if B * T <= 16384:
-                    both(row, f"B = {B}, T = {T}", question(T, B=B, runs=3))
+                    both(row, f"B = {B}, T = {T}", question(T, B=B))
 
 
 def sparse(T=4096, longer=16384):
@@ -284,15 +286,12 @@ def sparse(T=4096, longer=16384):
 
 
 def decode(S=8192, capacity=65536, used=1024):
-    title = (
-        "One query, B = 8, N = 8, K = 2, float32. A contender that writes big copies leaves the caches dirty for the "
-        "next: each runs three times in its turn, and the last is timed. torch gets lengths as a bool mask"
-    )
-    r = question(1, B=8, K=2, S=S, runs=3)
+    title = "One query, B = 8, N = 8, K = 2, float32; torch gets lengths as a bool mask"
+    r = question(1, B=8, K=2, S=S)
     with table(title, "jax.nn", "torch") as row:
         row(f"a whole cache, S = {S}", r)
         row(f"a cache of {capacity}, {used} used", r | {"S": capacity, "lengths": used})
-    one_pass = Here(lambda q, k, v: k.sum() + v.sum(), arrays(r), 3)
+    one_pass = Here(lambda q, k, v: k.sum() + v.sum(), arrays(r))
     print(f"\nOne pass over keys and values, S = {S}: {medians({'pass': one_pass})['pass']:.2f} ms", flush=True)
 
 
