@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import _attention, _blockwise, _checks, _dense, _rules, _tile
+from jattn import _attention, _blockwise, _checks, _dense, _mesh, _rules, _tile
 
 __all__ = ["attention", "unzigzag", "zigzag"]
 
@@ -176,11 +176,12 @@ def _striped(who, x, P, axis, order):
     if n % (2 * P):
         hint = "Pad it at the end, and pass masks.lengths(key=...) with the real length."
         raise ValueError(f"{who}: axis {axis} of x must be a multiple of 2 P = {2 * P} long, got {n}. {hint}")
-    stripes = x.reshape(*x.shape[:axis], 2 * P, n // (2 * P), *x.shape[axis + 1 :])
-    # On a mesh with explicit axes, JAX asks where the result shall be: where x is.
-    where = jax.typeof(stripes).sharding
-    dealt = stripes.at[(slice(None),) * axis + (order(P),)].get(out_sharding=where if any(where.spec) else None)
-    return dealt.reshape(x.shape)
+
+    def dealt(x):
+        stripes = x.reshape(*x.shape[:axis], 2 * P, n // (2 * P), *x.shape[axis + 1 :])
+        return stripes[(slice(None),) * axis + (order(P),)].reshape(x.shape)
+
+    return _mesh.placed(dealt, (x,), _mesh.axes(x))
 
 
 def _size(who, axis_name):
