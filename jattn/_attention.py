@@ -27,7 +27,7 @@ AXES = {
 # cpu: 2 cores, AVX-512, jax 0.12, float32, 8 heads, H = 64; how many times as long dense takes as blockwise:
 #   512 x 512                       0.7 to 1.0
 #   1024 x 1024                     0.9 to 1.1, causal 1.6 to 2.5
-#   2 to 256 x 2048, 2048 x 256     0.7 to 4.5, with a gradient 0.9 to 2.8, a quarter of the keys seen 1.5 to 16
+#   4 to 256 x 2048, 2048 x 256     0.7 to 4.5, with a gradient 0.9 to 2.8, a quarter of the keys seen 1.5 to 16
 #   1 x 2048, masked                0.7, an eighth of the keys seen 1.7 to 2.1
 #   1 x 8192, masked                0.5 (one sequence), 2.0 (eight), an eighth of the keys seen 2.4 to 8.6
 #   1 x 8192, no mask               0.5 to 0.8

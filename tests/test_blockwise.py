@@ -141,6 +141,17 @@ def test_auto_is_blockwise_where_that_is_faster(T, S, masked, blockwise):
     assert ("sums_over_keys" in str(jax.make_jaxpr(f)(*x))) == blockwise
 
 
+def test_what_auto_makes_is_no_larger_than_a_tile_or_the_keys():
+    def largest(T, S):
+        x = jnp.zeros((T, 1, 2)), jnp.zeros((S, 1, 2)), jnp.zeros((S, 1, 2))
+        return max(found.size for _, found in made(jax.make_jaxpr(jattn.attention)(*x)))
+
+    assert largest(512, 512) == 512 * 512
+    assert largest(1024, 1024) == largest(2048, 2048) == 512 * 512
+    # Decoding: nothing is larger than the keys, (8192, 2), and they are not copied.
+    assert largest(1, 8192) <= 2 * 8192
+
+
 def test_decoding_needs_no_memory_for_the_unused_part_of_a_cache():
     def f(q, k, v, length):
         return jattn.attention(q, k, v, masks.lengths(key=length))

@@ -334,9 +334,13 @@ def test_shard_map_over_batches_is_plain():
 HEADS = MultiHead(*3 * [jax.P(None, "y")], *4 * [jax.P("y")], *3 * [jax.P()])._replace(out_bias=jax.P())
 
 
-@pytest.mark.parametrize("where", [MultiHead(*10 * [jax.P()]), HEADS, MultiHead(*10 * [jax.P("x")])])
+@pytest.mark.parametrize(
+    "where",
+    [MultiHead(*10 * [jax.P()]), HEADS, MultiHead(*10 * [jax.P("x")])],
+    ids=["batches", "heads too", "all parameters too"],
+)
 def test_on_a_mesh_with_explicit_axes_it_is_plain(where):
-    """Of one device, whose types are those of many: batches are sharded, and nothing else, heads, or all parameters."""
+    """Of one device, whose types are those of many."""
     p, x = params(*BIASES, *NORMS), tokens()
     mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     placed = [jax.tree.map(lambda a, s: jax.device_put(a, jax.NamedSharding(mesh, s)), p, where)]
